@@ -109,7 +109,7 @@ class RoundPipeOptions:
         if self.num_microbatches != "auto":
             check_count("num_microbatches", self.num_microbatches, "or 'auto' (two per device)")
         if self.round_size is not None:
-            check_count("round_size", self.round_size, "or None (two per device)")
+            check_count("round_size", self.round_size, "or None (the planner's choice)")
         if self.threads_per_device is not None:
             self._check_threads(self.threads_per_device)
         if not callable(self.loss_weight) and self.loss_weight not in LOSS_WEIGHTS:
@@ -218,17 +218,6 @@ class RoundPipeOptions:
     def microbatches_for(self, num_devices: int) -> int:
         """The wanted number of micro-batches on a pool of ``num_devices``."""
         return 2 * num_devices if isinstance(self.num_microbatches, str) else self.num_microbatches
-
-    def round_sizes_for(self, num_devices: int, num_microbatches: int) -> list[int]:
-        """Micro-batches per round on a pool of ``num_devices``: what the user wants, or what the planner may choose.
-
-        By default at most two per device, also in rounds that are as equal as they can be, or one per device.
-        """
-        if self.round_size is not None:
-            return [self.round_size]
-        most = 2 * num_devices
-        num_rounds = -(-num_microbatches // most)
-        return list(dict.fromkeys([most, -(-num_microbatches // num_rounds), num_devices]))
 
 
 def _is_number(value: object) -> bool:

@@ -27,6 +27,7 @@ from .integration.batches.merging import merge_outputs
 from .integration.batches.splitting import Batches
 from .integration.checks import check_model
 from .integration.host_strategy import HostStrategy
+from .integration.launcher import ranks_here
 from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap
 from .integration.pool import ThreadBudget
@@ -53,7 +54,7 @@ class RoundPipeStrategy(HostStrategy):
             the tuning guide. A batch with fewer rows is split into as many micro-batches as it has rows. 1 makes
             batch-coupled modules (BatchNorm, in-batch negatives) exact.
         round_size: micro-batches that walk through the stages together (the paper's ``M_R``), at least the number of
-            devices for full use; None is two per device.
+            devices for full use; None is two per device, or more where weights travel and memory has room for it.
         units: classes (or class names) of the modules to run whole; by default the repeated blocks of the model and
             what surrounds them, divided where they are too large for a device.
         loss_weight: what weighs a micro-batch in the loss: ``"samples"`` (for means over samples), ``"label_tokens"``
@@ -202,7 +203,8 @@ class RoundPipeStrategy(HostStrategy):
         report = None
         if trainer.training:
             stale = self._updates.begin(self._module, self.optimizers)
-            report = HostReport(self._module, self.optimizers, stale=stale, is_mine=self._updates_here)
+            here = ranks_here(self._place, self.num_nodes)
+            report = HostReport(self._module, self.optimizers, stale, self._updates_here, num_here=here)
             report.check()
             self._links.measure(self.pool, ThreadBudget.of(self.pool).additions)
         self._steps = self._make_steps(report)

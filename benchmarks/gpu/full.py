@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,9 @@ A Llama of 3.4 billion weights (lora: of 13 billion, frozen, in bf16, with adapt
 transformers from random numbers, trained on random tokens with AdamW, bf16-mixed, layers recomputed in the backward.
 Every contender trains on the same tokens per optimizer step, in a process of its own with a time limit, under a limit
 of torch's allocator (cap_gib), but for resident, which has none. roundpipe: RoundPipeStrategy through the Trainer, the
-defaults but for num_microbatches; the others: plain loops over the micro-batches. resident: model and optimizer on the
-GPU. fsdp2: fully_shard on one GPU with CPUOffloadPolicy. deepspeed: ZeRO-3 with parameters and optimizer on the host.
+defaults but for num_microbatches, and (full) again in rounds of two micro-batches; the others: plain loops over the
+micro-batches. resident: model and optimizer on the GPU. fsdp2: fully_shard on one GPU with CPUOffloadPolicy. deepspeed:
+ZeRO-3 with parameters and optimizer on the host.
 roundpipe_library: the library of the paper's authors in bf16, whose weights are one update behind. The first step, and
 two more, are not counted. seconds_per_step: optimizer included. model_tflops: products and attention, no recomputation.
 host_us_per_call: CPU time of the threads that issue work (main, micro-batches, autograd's; the main thread's optimizer
@@ -33,7 +35,7 @@ _LIMIT_OTHERS_S = 120.0
 
 def steps(options: Options) -> list[Step]:
     """All weights."""
-    return _contenders(options, TINY if options.is_tiny else FULL)
+    return _contenders(options, TINY if options.is_tiny else FULL, {"roundpipe, round_size=2": {"round_size": 2}})
 
 
 def lora_steps(options: Options) -> list[Step]:
@@ -41,14 +43,21 @@ def lora_steps(options: Options) -> list[Step]:
     return _contenders(options, replace(TINY, lora=True) if options.is_tiny else LORA)
 
 
-def _contenders(options: Options, size: Size) -> list[Step]:
-    """One for each, with the sizes that the user wants."""
+def _contenders(options: Options, size: Size, variants: Mapping[str, Mapping[str, Any]] = {}) -> list[Step]:
+    """One for each, with the sizes that the user wants.
+
+    Args:
+        variants: of roundpipe, by name: options of the strategy.
+    """
     wanted = {"sequence": options.sequence, "rows": options.rows, "microbatches": options.microbatches}
     size = replace(size, **{name: value for name, value in wanted.items() if value is not None})
-    return [Step(name, functools.partial(_train, name, size, options)) for name in CONTENDERS]
+    ours, *others = CONTENDERS
+    trained = [(ours, ours, {}), *((name, ours, chosen) for name, chosen in variants.items())]
+    trained += [(name, name, {}) for name in others]
+    return [Step(step, functools.partial(_train, name, size, options, chosen)) for step, name, chosen in trained]
 
 
-def _train(name: str, size: Size, options: Options, progress: Progress) -> dict[str, Any]:
+def _train(name: str, size: Size, options: Options, chosen: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     cap_bytes = None if name == "resident" else processes.limits(options)
-    job = Job(name, size, is_tiny=options.is_tiny, cap_bytes=cap_bytes, steps=options.steps)
+    job = Job(name, size, is_tiny=options.is_tiny, cap_bytes=cap_bytes, steps=options.steps, options=chosen)
     return processes.train(job, progress, _LIMIT_S.get(name, _LIMIT_OTHERS_S))

@@ -96,7 +96,7 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "--devices", parse_count, "N", "number of devices", required=True, dest="num_devices")
     add_option(parser, "--microbatches", parse_count, "M", "micro-batches per step", required=True)
-    rounds = "micro-batches that walk through the stages together (default: two per device, as in training)"
+    rounds = "micro-batches that walk through the stages together (default: two per device, a training may take more)"
     add_option(parser, "--round-size", parse_count, "R", rounds)
     add_no_split(parser)
     group = parser.add_argument_group("machine", "What is left out is unlimited, or takes no time.")
@@ -183,7 +183,7 @@ def load_machine(path: str, num_devices: int) -> Machine:
 
 
 def round_size_of(args: argparse.Namespace) -> int:
-    """``--round-size``, or two per device as in training."""
+    """``--round-size``, or two per device: the command does not know what room the host of a training has."""
     round_size: int = min(args.round_size or 2 * args.num_devices, args.microbatches)
     return round_size
 

@@ -16,7 +16,7 @@ from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
 from ..options import RoundPipeOptions, VirtualLink
 from ..planning.costs import CostProfile, DeviceTraits, Machine
-from ..planning.plan import StepPlan, plan_evaluation, plan_training
+from ..planning.plan import StepPlan, plan_evaluation, plan_training, round_sizes
 from ..reporting.host_report import HostReport
 
 # Memory limits of devices that differ by less are taken for the smallest of them: devices that are alike take turns.
@@ -77,7 +77,10 @@ def make_engine(
 
     def plan(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> StepPlan:
         search = plan_training if training else plan_evaluation
-        sizes = options.round_sizes_for(len(pool), num_microbatches)
+        sizes: int | list[int] | None = options.round_size
+        if sizes is None:
+            room = 0 if report is None else report.room_for_activations
+            sizes = round_sizes(costs, machine, num_microbatches, waiting_on_host=room, is_training=training)
         made = search(costs, machine, num_microbatches=num_microbatches, round_size=sizes)
         if training and report is not None:
             report.note_plan(made, costs, num_microbatches)

@@ -10,10 +10,16 @@ of the micro-batch that is in the stage, and what the last calls of a stage gave
 the next stage, that waits on the device that made it, for as many micro-batches as are in a round. Where devices have
 unequal memory, stages are made for the smallest one; if a call does not fit there, for the smallest one on which all
 calls fit, and devices with less get the stages that fit on them.
+
+[Note: sizes of rounds]
+Weights and gradients travel once per round, and the host adds up the gradients of all rounds. But inputs of calls wait
+on the host for two rounds, and outputs of a stage on a device for one. Two micro-batches per device keep all devices
+busy. Where weights travel, more of them share a round as far as there is memory: few rounds move less.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +31,9 @@ from .quantities import format_bytes, format_ms, format_share
 from .schedule import Action, Schedule
 from .search import Score, explore
 from .stages import stage_costs
+
+# Of a device, for outputs that wait there in rounds of more than two micro-batches per device.
+_WAITING_PART = 8
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,35 @@ def _plan(
     best, best_ms, single_ms = explore(search, score, rounds)
     partition, splits = score.partition(best), score.splits(best)
     return StepPlan(partition, splits, best.round_size, _reason(splits, best_ms, single_ms, may_split))
+
+
+def round_sizes(
+    profile: CostProfile, machine: Machine, num_microbatches: int, *, waiting_on_host: int, is_training: bool
+) -> list[int]:
+    """Return what `round_size` may be, the most first; see [Note: sizes of rounds].
+
+    Two per device, also in rounds that are as equal as they can be, or one per device. Before these the most that has
+    room, if that is more and weights travel.
+
+    Args:
+        profile, machine, num_microbatches: As for `plan_training`.
+        waiting_on_host: Bytes that inputs of calls may take on the host in rounds of more than two per device.
+        is_training: Whether there is a backward.
+    """
+    usual = 2 * machine.num_devices
+    num_usual = -(-num_microbatches // usual)
+    sizes = [usual, -(-num_microbatches // num_usual), machine.num_devices]
+    inputs = sum(call.input_bytes for call in profile.calls) if is_training else 0
+    waiting_on_device = min(machine.memories, default=math.inf) / _WAITING_PART
+
+    def has_room(size: int) -> bool:
+        on_host, on_device = min(num_microbatches, 2 * size) * inputs, waiting_bytes(profile, num_microbatches, size)
+        return on_host <= waiting_on_host and on_device <= waiting_on_device
+
+    if any(math.isfinite(traits.h2d_bytes_per_ms) for traits in machine.traits):
+        larger = (-(-num_microbatches // num_rounds) for num_rounds in range(1, num_usual))
+        sizes[:0] = [size for size in larger if has_room(size)][:1]
+    return list(dict.fromkeys(sizes))
 
 
 def _reason(splits: tuple[int, ...], step_ms: float, single_ms: float, may_split: bool) -> str:

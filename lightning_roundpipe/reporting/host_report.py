@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from ..common.pages import available_bytes
+from ..common.pages import available_bytes, total_bytes
 from ..common.sizes import num_bytes_of
 from ..optimizer.stale import StaleWeights
 from ..planning.costs import CostProfile
@@ -29,6 +29,7 @@ class HostReport:
     Args:
         stale: the snapshots that are taken of weights; None if there are none.
         is_mine: whether this process, one of several, updates a weight.
+        num_here: processes of the run on this host.
 
     Attributes:
         memory: what is needed, as far as it is known.
@@ -40,12 +41,14 @@ class HostReport:
         optimizers: Sequence[torch.optim.Optimizer],
         stale: StaleWeights | None = None,
         is_mine: Callable[[nn.Parameter], bool] = lambda weight: True,
+        num_here: int = 1,
     ) -> None:
         self._root = root
         self._optimizers = optimizers
         self._has_warned = False
         self._num_steps = 0
         self._stale = stale
+        self._num_here = num_here
         self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS, is_mine)
 
     def check(self) -> None:
@@ -62,6 +65,15 @@ class HostReport:
             "smaller round_size take less for activations, fewer weights to train or an optimizer with less state for "
             "the rest."
         )
+
+    @property
+    def room_for_activations(self) -> int:
+        """Bytes that activations may take in rounds of any size: half of what the host has besides this run's states.
+
+        Not of what is left at the moment, so that the same run on the same host has the same rounds.
+        """
+        states = self.memory.total - self.memory.activations
+        return max(0, (total_bytes() or 0) // self._num_here - states) // 2
 
     def note_plan(self, plan: StepPlan, costs: CostProfile, num_microbatches: int) -> None:
         """The calls are known, and so are the sizes of their inputs, but most of them are not there yet."""

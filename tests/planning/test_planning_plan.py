@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_roundpipe.planning import (
     CallCost,
     CostProfile,
+    DeviceTraits,
     Machine,
     Partition,
     StageCost,
@@ -28,6 +29,7 @@ from lightning_roundpipe.planning import (
 from lightning_roundpipe.planning import search as search_module
 from lightning_roundpipe.planning.dispatch import dispatch_ms
 from lightning_roundpipe.planning.partition import assemble
+from lightning_roundpipe.planning.plan import round_sizes
 
 
 def profile_of(times: list[int], weight_bytes: int = 0) -> CostProfile:
@@ -163,6 +165,32 @@ def test_inputs_of_recomputed_calls_wait_on_the_host() -> None:
     stages = assemble(4, (0, 2), (0, 2))
     for round_size, num_in_flight in ((None, 7), (2, 4), (5, 7)):
         assert StepPlan(stages, (1, 1, 1), round_size).host_activation_bytes(profile, 7) == num_in_flight * 111
+
+
+LINKS = {"h2d_bytes_per_ms": 100.0, "d2h_bytes_per_ms": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("machine", "room", "is_training", "expected"),
+    [
+        (Machine(1), 10**9, True, [2, 1]),  # nothing travels
+        (Machine(1, **LINKS), 8 * 200, True, [8, 2, 1]),
+        (Machine(1, **LINKS), 8 * 200 - 1, True, [3, 2, 1]),  # of two rounds, 6 micro-batches are under way
+        (Machine(1, **LINKS), 6 * 200 - 1, True, [2, 1]),
+        (Machine(1, **LINKS), 0, False, [8, 2, 1]),  # no inputs wait in an evaluation
+        (Machine(1, 8 * 8 * 100, **LINKS), 10**9, True, [8, 2, 1]),
+        (Machine(1, 8 * 8 * 100 - 1, **LINKS), 10**9, True, [4, 2, 1]),
+        (Machine(2, devices=(DeviceTraits(1.0, 10**9, 1.0), DeviceTraits(1.0, 8 * 700, 1.0))), 10**9, True, [4, 2]),
+        (Machine(3, **LINKS), 10**9, True, [8, 6, 4, 3]),
+        (Machine(4, **LINKS), 10**9, True, [8, 4]),  # one round as it is
+        (Machine(8, **LINKS), 10**9, True, [16, 8]),
+    ],
+)
+def test_rounds_have_more_than_two_per_device_where_weights_travel_and_there_is_room(
+    machine: Machine, room: int, is_training: bool, expected: list[int]
+) -> None:
+    profile = CostProfile((CallCost("a", 1.0, 2.0, 0, 0, 150, 100), CallCost("b", 1.0, 2.0, 0, 0, 50, 10**9)))
+    assert round_sizes(profile, machine, 8, waiting_on_host=room, is_training=is_training) == expected
 
 
 @pytest.mark.parametrize(("memory", "fits_if_split"), [(1099, True), (50, True), (40, True), (39, False)])
