@@ -13,8 +13,9 @@ calls fit, and devices with less get the stages that fit on them.
 
 [Note: sizes of rounds]
 Weights and gradients travel once per round, and the host adds up the gradients of all rounds. But inputs of calls wait
-on the host for two rounds, and outputs of a stage on a device for one. Two micro-batches per device keep all devices
-busy. Where weights travel, more of them share a round as far as there is memory: few rounds move less.
+on the host for two rounds. And on devices wait outputs of a stage, and what code between the calls has made for the
+next one, such as a mask: for one round. Two micro-batches per device keep all devices busy. Where weights travel, more
+of them share a round as far as there is memory: few rounds move less.
 """
 
 from __future__ import annotations
@@ -231,11 +232,12 @@ def round_sizes(
     num_usual = -(-num_microbatches // usual)
     sizes = [usual, -(-num_microbatches // num_usual), machine.num_devices]
     inputs = sum(call.input_bytes for call in profile.calls) if is_training else 0
+    between = max((max(call.input_bytes, call.output_bytes) for call in profile.calls[:-1]), default=0)
     waiting_on_device = min(machine.memories, default=math.inf) / _WAITING_PART
 
     def has_room(size: int) -> bool:
-        on_host, on_device = min(num_microbatches, 2 * size) * inputs, waiting_bytes(profile, num_microbatches, size)
-        return on_host <= waiting_on_host and on_device <= waiting_on_device
+        on_host = min(num_microbatches, 2 * size) * inputs
+        return on_host <= waiting_on_host and size * between <= waiting_on_device
 
     if any(math.isfinite(traits.h2d_bytes_per_ms) for traits in machine.traits):
         larger = (-(-num_microbatches // num_rounds) for num_rounds in range(1, num_usual))

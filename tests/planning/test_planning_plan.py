@@ -178,9 +178,9 @@ LINKS = {"h2d_bytes_per_ms": 100.0, "d2h_bytes_per_ms": 100.0}
         (Machine(1, **LINKS), 8 * 200 - 1, True, [3, 2, 1]),  # of two rounds, 6 micro-batches are under way
         (Machine(1, **LINKS), 6 * 200 - 1, True, [2, 1]),
         (Machine(1, **LINKS), 0, False, [8, 2, 1]),  # no inputs wait in an evaluation
-        (Machine(1, 8 * 8 * 100, **LINKS), 10**9, True, [8, 2, 1]),
-        (Machine(1, 8 * 8 * 100 - 1, **LINKS), 10**9, True, [4, 2, 1]),
-        (Machine(2, devices=(DeviceTraits(1.0, 10**9, 1.0), DeviceTraits(1.0, 8 * 700, 1.0))), 10**9, True, [4, 2]),
+        (Machine(1, 8 * 8 * 150, **LINKS), 10**9, True, [8, 2, 1]),
+        (Machine(1, 8 * 8 * 150 - 1, **LINKS), 10**9, True, [4, 2, 1]),
+        (Machine(2, devices=(DeviceTraits(1.0, 10**9, 1.0), DeviceTraits(1.0, 8 * 1100, 1.0))), 10**9, True, [4, 2]),
         (Machine(3, **LINKS), 10**9, True, [8, 6, 4, 3]),
         (Machine(4, **LINKS), 10**9, True, [8, 4]),  # one round as it is
         (Machine(8, **LINKS), 10**9, True, [16, 8]),

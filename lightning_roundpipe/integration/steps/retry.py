@@ -203,8 +203,10 @@ class Retry:
         self._announce_loss(kind, lost)
 
     def _make_room(self) -> None:
+        """Where an allocator has run short, the next plans have small rounds, see [Note: sizes of rounds]."""
         for device in self._pool.devices:
             device.make_room()
+        self._plan_anew()
 
     def _plan_anew(self) -> None:
         """What is known of a unit matters to all kinds of steps that it takes part in."""
