@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -250,7 +250,7 @@ class Loader:
             return
         with device.occupied():
             if not self._has_begun[device.index]:
-                self._fetch_ahead(device, self._expect(device)[:1])
+                self._fetch_ahead(device, (), self._expect(device)[:1])
 
     def begin(self, device: Device) -> None:
         """A micro-batch was admitted to ``device``: loads the first stage run, unless that has been done."""
@@ -310,19 +310,21 @@ class Loader:
         return foreseen
 
     def _load_stage_run(self, device: Device) -> None:
-        """The weights of the stage run that begins must come; those of the next one as far as there is room."""
+        """The weights of the stage run that begins must come, up to those whose update still runs: these, and those of
+        the next one, as far as there is room, or with their calls."""
         self._has_begun[device.index] = True
         if self._is_recording:
             return
         following = self._expect(device)
-        if following:
-            for unit in following[0].units:
-                self._replicas.load(unit, device)
-        self._fetch_ahead(device, following[1:])
+        units = list(following[0].units) if following else []
+        while units and not is_pending(units[0].parameters()):
+            self._replicas.load(units.pop(0), device)
+        self._fetch_ahead(device, units, following[1:])
 
-    def _fetch_ahead(self, device: Device, runs: list[StageRun]) -> None:
-        """Weights of ``runs``, of which there is one at most, begin to travel as far as there is room."""
-        self._coming[device.index] = [unit for run in runs for unit in reversed(run.units)]
+    def _fetch_ahead(self, device: Device, units: Sequence[Unit], runs: list[StageRun]) -> None:
+        """Weights of ``units`` and of ``runs``, at most one, begin to travel as far as there is room."""
+        following = [unit for run in runs for unit in run.units]
+        self._coming[device.index] = [*reversed(following), *reversed(units)]
         self.prefetch(device)
 
     def _expect(self, device: Device) -> list[StageRun]:

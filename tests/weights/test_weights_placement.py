@@ -16,7 +16,7 @@ from lightning_roundpipe.devices.device import Device
 from lightning_roundpipe.devices.transfer import Transfer
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from lightning_roundpipe.engine.plans import Plan, stage_runs_of
-from lightning_roundpipe.engine.runner import StepResult
+from lightning_roundpipe.engine.runner import Planner, StepResult
 from lightning_roundpipe.planning import CallCost, CostProfile, Partition, Stage, StageKind, round_robin, stage_costs
 from lightning_roundpipe.weights import placement
 from lightning_roundpipe.weights.gradients import GradientStore
@@ -24,7 +24,7 @@ from lightning_roundpipe.weights.parameters import Replica
 from lightning_roundpipe.weights.placement import Loader, ReplicaCache, StageRun
 from lightning_roundpipe.weights.units import Unit, UnitTable
 from tests.support.engine.lazy_link import cpu_pool
-from tests.support.engine.partitions import everything_recomputed
+from tests.support.engine.partitions import everything_kept, everything_recomputed
 from tests.support.engine.steps import Steps
 
 WIDTH = 32
@@ -63,11 +63,13 @@ class Run(Steps):
 
     model: Model
 
-    def __init__(self, num_devices: int = 1, memory_limit: int | None = None) -> None:
+    def __init__(
+        self, num_devices: int = 1, memory_limit: int | None = None, planner: Planner = everything_recomputed
+    ) -> None:
         torch.manual_seed(0)
         self.listeners: list[Any] = []
         pool = cpu_pool(num_devices, copies=True, memory_limit=memory_limit)
-        super().__init__(Model(self.listeners), everything_recomputed, pool=pool)
+        super().__init__(Model(self.listeners), planner, pool=pool)
 
     def step(self, *, training: bool = True, num_microbatches: int = 2) -> StepResult:
         parts = torch.linspace(-1, 1, 2 * num_microbatches * WIDTH).reshape(-1, WIDTH).chunk(num_microbatches)
@@ -363,9 +365,12 @@ def test_the_thread_that_runs_the_step_loads_nothing(num_microbatches: int, monk
     assert all(name.startswith("roundpipe-microbatch-") for name in loaders)
 
 
-def test_a_device_does_not_wait_for_an_update_of_weights_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block 1 is loaded on device 1 when block 0 has begun to run on device 0, and not before."""
-    run = Run(num_devices=2)
+@pytest.mark.parametrize(("num_devices", "planner"), [(1, everything_kept), (2, everything_recomputed)])
+def test_a_unit_does_not_wait_for_an_update_of_another(
+    num_devices: int, planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block 1, of the same stage or on another device, is loaded when block 0 has begun to run, and not before."""
+    run = Run(num_devices, planner=planner)
     run.step()
     first_runs = threading.Event()
     run.listeners[:] = [lambda index: index or first_runs.set()]
