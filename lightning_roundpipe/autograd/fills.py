@@ -26,7 +26,7 @@ from torch import nn
 
 from ..common import trees
 from ..common.attributes import assign, is_container, read
-from ..usercode.collected_lists import Attribute, containers_of, is_unchanged, nested_copy, refill
+from ..usercode.collected_lists import Attribute, containers_of, is_unchanged, nested_copy, refill, without_metrics
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..weights.parameters import Replica
 from ..weights.units import Unit
@@ -101,8 +101,8 @@ class Fills:
         found = [(module, name, read(module, name)) for module, name in known if module is not None]
         if learns:
             places = {(id(module), name) for module, name, _ in found}
-            modules = [m for m in replica.module.modules() if type(m).__hash__ is nn.Module.__hash__]  # not metrics
-            found += [one for one in containers_of(modules) if (id(one[0]), one[1]) not in places]
+            found_now = containers_of(without_metrics(replica.module.modules()))
+            found += [one for one in found_now if (id(one[0]), one[1]) not in places]
         copies: dict[int, Any] = {}  # several modules may hold the same
         for module, name, value in found:
             if is_container(value):  # and not something else that user code has put in its place

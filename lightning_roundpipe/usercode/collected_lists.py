@@ -53,6 +53,11 @@ def containers_of(modules: Iterable[nn.Module]) -> Iterator[Attribute]:
                 yield module, name, value
 
 
+def without_metrics(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Metrics belong to all micro-batches; they are hashed by their state, as no other modules are."""
+    return (module for module in modules if type(module).__hash__ is nn.Module.__hash__)
+
+
 class CollectedLists:
     """The lists and dicts of these modules; see [Note: collected lists].
 
@@ -94,9 +99,8 @@ class CollectedLists:
             give: gives a micro-batch (its index) an attribute of its own.
         """
         known = {id(value) for _, _, value in self._originals}
-        # Not of metrics, which belong to all micro-batches.
-        modules = [module for module in self._others if type(module).__hash__ is nn.Module.__hash__]
-        others = {id(value): value for _, _, value in containers_of(modules) if id(value) not in known}
+        found_now = containers_of(without_metrics(self._others))
+        others = {id(value): value for _, _, value in found_now if id(value) not in known}
         before = [(value, nested_copy(value)) for value in others.values()]
         found: list[tuple[nn.Module, str]] = []
         try:

@@ -139,7 +139,7 @@ def test_steps_that_take_their_batches_are_refused(forks: Forks, tmp_path: Path)
         assert "training_step(self, dataloader_iter) takes batches itself, and ranks have different" in end.output
 
 
-def named(folder: str) -> list[int]:
+def named() -> list[int]:
     """How many names each micro-batch has."""
     found = []
 
@@ -159,7 +159,7 @@ def named(folder: str) -> list[int]:
 
 def test_the_layout_of_batches_is_known_as_without_other_ranks(forks: Forks, tmp_path: Path) -> None:
     """A list of three columns is not one of three samples."""
-    for found in values_of_ranks(forks, tmp_path, 2, named, str(tmp_path)):
+    for found in values_of_ranks(forks, tmp_path, 2, named):
         assert set(found) == {3}
 
 
