@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from ..common.pages import available_bytes, total_bytes
+from ..common.pages import available_bytes
 from ..common.sizes import num_bytes_of
 from ..optimizer.stale import StaleWeights
 from ..planning.costs import CostProfile
@@ -33,6 +33,8 @@ class HostReport:
 
     Attributes:
         memory: what is needed, as far as it is known.
+        room_for_activations: bytes that they may take in rounds of any size: half of what is left when the ``fit``
+            begins, besides what else it is going to need.
     """
 
     def __init__(
@@ -48,14 +50,17 @@ class HostReport:
         self._has_warned = False
         self._num_steps = 0
         self._stale = stale
-        self._num_here = num_here
         self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS, is_mine)
+        self.room_for_activations = max(0, (available_bytes() or 0) // num_here - self._missing()) // 2
+
+    def _missing(self) -> int:
+        """What is still to be allocated."""
+        allocated = allocated_bytes(self._root, self._optimizers)
+        return self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
 
     def check(self) -> None:
         """Warns, once, if what is still to be allocated is more than what is left."""
-        left = available_bytes()
-        allocated = allocated_bytes(self._root, self._optimizers)
-        missing = self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
+        left, missing = available_bytes(), self._missing()
         if self._has_warned or left is None or missing <= left:
             return
         self._has_warned = True
@@ -65,15 +70,6 @@ class HostReport:
             "smaller round_size take less for activations, fewer weights to train or an optimizer with less state for "
             "the rest."
         )
-
-    @property
-    def room_for_activations(self) -> int:
-        """Bytes that activations may take in rounds of any size: half of what the host has besides this run's states.
-
-        Not of what is left at the moment, so that the same run on the same host has the same rounds.
-        """
-        states = self.memory.total - self.memory.activations
-        return max(0, (total_bytes() or 0) // self._num_here - states) // 2
 
     def note_plan(self, plan: StepPlan, costs: CostProfile, num_microbatches: int) -> None:
         """The calls are known, and so are the sizes of their inputs, but most of them are not there yet."""

@@ -82,18 +82,18 @@ def test_impossible_links_are_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "spare", "num_rounds"),
+    ("left", "spare", "num_rounds"),
     [(GIB, 0, 1), (0, 0, 4), (GIB, 1, 4)],
     ids=["room", "no room on the host", "an allocator that has run short"],
 )
 def test_gradients_travel_once_per_round(
-    total: int, spare: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+    left: int, spare: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class RunsShort(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.strategy.pool[0].memory.spare = spare  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(host_report, "total_bytes", lambda: total)
+    monkeypatch.setattr(host_report, "available_bytes", lambda: left)
     # Not the whole model fits, so that there are several stages.
     options = {"num_microbatches": 8, "virtual_copies": VirtualLink(), "device_memory_limit": 1600}
     trainer = make_trainer(devices=1, max_epochs=1, options=options, callbacks=[RunsShort()])
