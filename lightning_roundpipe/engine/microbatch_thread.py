@@ -83,7 +83,7 @@ class MicrobatchThread(Microbatch):
 
     def _send_weights_ahead(self) -> None:
         """Each micro-batch starts the uploads of the first weights of one device, so that they travel while others run.
-        What an update still works on is waited for by the micro-batch that is first admitted there."""
+        What an update still works on is waited for by the first call of it."""
         if not self.device.aliases_host:
             schedule = self._gate.schedule
             first = schedule.device_of(Action(0, 0))

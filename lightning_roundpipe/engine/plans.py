@@ -86,6 +86,11 @@ class Plan:
             self._schedules[key] = made, following
         return self._schedules[key]
 
+    def micro_batches_per_round(self, num_microbatches: int) -> int:
+        """Of a step with so many."""
+        assert self.step is not None
+        return min(self.step.round_size or num_microbatches, num_microbatches)
+
     @functools.cached_property
     def stages_of(self) -> list[tuple[int, int | None]]:
         """For each position the stage of its forward and, in training, that of its backward."""
@@ -299,7 +304,8 @@ class Plans:
         return True
 
     def _improve(self, known: _Known) -> bool:
-        """Takes a better plan, if there is one; whether it did."""
+        """Takes a better plan, if there is one; whether it did. One of smaller rounds is better: with larger ones,
+        activations no longer have room. See [Note: sizes of rounds] in :mod:`planning.plan`."""
         costs = known.estimates.profile
         try:
             plan = self._make_again(known, costs)
@@ -311,7 +317,8 @@ class Plans:
         if plan.step == known.plan.step and self.machine.is_uniform:
             return False
         before_ms, after_ms = (self._simulated_ms(made, costs, known) for made in (known.plan, plan))
-        if after_ms >= (1 - _MIN_GAIN) * before_ms:
+        before, after = (made.micro_batches_per_round(known.num_microbatches) for made in (known.plan, plan))
+        if after_ms >= (1 - _MIN_GAIN) * before_ms and after >= before:
             return False
         known.plan = plan
         return True

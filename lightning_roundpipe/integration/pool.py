@@ -79,8 +79,9 @@ def make_engine(
         search = plan_training if training else plan_evaluation
         sizes: int | list[int] | None = options.round_size
         if sizes is None:
-            has_run_short = any(device.memory.spare for device in pool.devices)
-            room = 0 if report is None or has_run_short else report.room_for_activations
+            room = None if report is None else report.room_for_activations
+            if torch.are_deterministic_algorithms_enabled() or any(device.memory.spare for device in pool.devices):
+                room = None
             sizes = round_sizes(costs, machine, num_microbatches, waiting_on_host=room, is_training=training)
         made = search(costs, machine, num_microbatches=num_microbatches, round_size=sizes)
         if training and report is not None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .costs import CallCost, CostProfile, Machine
 from .cuts import StageSearch
@@ -216,7 +217,7 @@ def _plan(
 
 
 def round_sizes(
-    profile: CostProfile, machine: Machine, num_microbatches: int, *, waiting_on_host: int, is_training: bool
+    profile: CostProfile, machine: Machine, num_microbatches: int, *, waiting_on_host: int | None, is_training: bool
 ) -> list[int]:
     """Return what `round_size` may be, the most first; see [Note: sizes of rounds].
 
@@ -225,21 +226,22 @@ def round_sizes(
 
     Args:
         profile, machine, num_microbatches: As for `plan_training`.
-        waiting_on_host: Bytes that inputs of calls may take on the host in rounds of more than two per device.
+        waiting_on_host: Bytes that inputs of calls may take on the host in rounds of more than two per device; None
+            if there are to be no such rounds.
         is_training: Whether there is a backward.
     """
     usual = 2 * machine.num_devices
     num_usual = -(-num_microbatches // usual)
     sizes = [usual, -(-num_microbatches // num_usual), machine.num_devices]
     inputs = sum(call.input_bytes for call in profile.calls) if is_training else 0
-    between = max((max(call.input_bytes, call.output_bytes) for call in profile.calls[:-1]), default=0)
+    between = max((max(one.output_bytes, other.input_bytes) for one, other in pairwise(profile.calls)), default=0)
     waiting_on_device = min(machine.memories, default=math.inf) / _WAITING_PART
 
     def has_room(size: int) -> bool:
         on_host = min(num_microbatches, 2 * size) * inputs
-        return on_host <= waiting_on_host and size * between <= waiting_on_device
+        return on_host <= (waiting_on_host or 0) and size * between <= waiting_on_device
 
-    if any(math.isfinite(traits.h2d_bytes_per_ms) for traits in machine.traits):
+    if waiting_on_host is not None and any(math.isfinite(traits.h2d_bytes_per_ms) for traits in machine.traits):
         larger = (-(-num_microbatches // num_rounds) for num_rounds in range(1, num_usual))
         sizes[:0] = [size for size in larger if has_room(size)][:1]
     return list(dict.fromkeys(sizes))

@@ -34,7 +34,7 @@ class HostReport:
     Attributes:
         memory: what is needed, as far as it is known.
         room_for_activations: bytes that they may take in rounds of any size: half of what is left when the ``fit``
-            begins, besides what else it is going to need.
+            begins, besides what else it is going to need; half of the weights for working copies.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class HostReport:
         self._num_steps = 0
         self._stale = stale
         self.memory = model_memory(root, optimizers, 0 if stale is None else stale.NUM_SNAPSHOTS, is_mine)
-        self.room_for_activations = max(0, (available_bytes() or 0) // num_here - self._missing()) // 2
+        self._held = 0  # activations that the steps until now have had, whose memory may be kept for the next ones
+        needed = self._missing() + self.memory.weights // 2
+        self.room_for_activations = max(0, (available_bytes() or 0) // num_here - needed) // 2
 
     def _missing(self) -> int:
         """What is still to be allocated."""
-        allocated = allocated_bytes(self._root, self._optimizers)
+        allocated = allocated_bytes(self._root, self._optimizers) + self._held
         return self.memory.total - allocated - (0 if self._stale is None else self._stale.host_bytes)
 
     def check(self) -> None:
@@ -80,6 +82,7 @@ class HostReport:
         """A training step has ended, which ran by a plan, if it was made for several stages: reports once; on the plan
         when it may have been made from measured costs."""
         self._num_steps += 1
+        self._held = max(self._held, self.memory.activations)
         if self._num_steps == 1:
             self.memory = replace(self.memory, working_copies=working_copies)
             rank_zero_info(f"this run needs up to {self.memory.describe()} on the host")

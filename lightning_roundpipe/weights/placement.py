@@ -2,10 +2,10 @@
 
 [Note: stage runs]
 A *stage run* is a device's run of consecutive actions of one stage. When it begins, its weights are on the device or on
-their way, unit by unit in the order in which they are needed, and those of the next stage run follow as far as there is
-room (prefetch). When it ends, its gradients go home. Weights that this step does not need there again
-are given up; others stay until their place is needed, the one that is needed last goes first. Frozen weights stay
-from step to step that way. A call off the plan loads what it needs when it comes.
+their way, unit by unit in the order in which they are needed, up to those whose update still runs. These follow, and
+those of the next stage run, as far as there is room (prefetch). When it ends, its gradients go home. Weights that this
+step does not need there again are given up; others stay until their place is needed, the one that is needed last goes
+first. Frozen weights stay from step to step that way. A call loads what is not on its way.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ class Loader:
         return following
 
     def prefetch(self, device: Device) -> None:
-        """Weights of the next stage run begin to travel, as far as there is room; asked again while one runs."""
+        """Weights that are needed next begin to travel, as far as there is room; asked again while a stage run runs."""
         coming = self._coming[device.index]
         try:
             while coming and self._replicas.prefetch(coming[-1], device):

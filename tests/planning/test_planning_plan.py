@@ -178,6 +178,7 @@ LINKS = {"h2d_bytes_per_ms": 100.0, "d2h_bytes_per_ms": 100.0}
         (Machine(1, **LINKS), 8 * 200 - 1, True, [3, 2, 1]),  # of two rounds, 6 micro-batches are under way
         (Machine(1, **LINKS), 6 * 200 - 1, True, [2, 1]),
         (Machine(1, **LINKS), 0, False, [8, 2, 1]),  # no inputs wait in an evaluation
+        (Machine(1, **LINKS), None, False, [2, 1]),
         (Machine(1, 8 * 8 * 150, **LINKS), 10**9, True, [8, 2, 1]),
         (Machine(1, 8 * 8 * 150 - 1, **LINKS), 10**9, True, [4, 2, 1]),
         (Machine(2, devices=(DeviceTraits(1.0, 10**9, 1.0), DeviceTraits(1.0, 8 * 1100, 1.0))), 10**9, True, [4, 2]),
@@ -187,9 +188,9 @@ LINKS = {"h2d_bytes_per_ms": 100.0, "d2h_bytes_per_ms": 100.0}
     ],
 )
 def test_rounds_have_more_than_two_per_device_where_weights_travel_and_there_is_room(
-    machine: Machine, room: int, is_training: bool, expected: list[int]
+    machine: Machine, room: int | None, is_training: bool, expected: list[int]
 ) -> None:
-    profile = CostProfile((CallCost("a", 1.0, 2.0, 0, 0, 150, 100), CallCost("b", 1.0, 2.0, 0, 0, 50, 10**9)))
+    profile = CostProfile((CallCost("a", 1.0, 2.0, 0, 0, 50, 100), CallCost("b", 1.0, 2.0, 0, 0, 150, 10**9)))
     assert round_sizes(profile, machine, 8, waiting_on_host=room, is_training=is_training) == expected
 
 

@@ -158,16 +158,27 @@ def test_the_host_is_checked_again_when_activations_are_known(
     assert len(recwarn) == before
 
 
-@pytest.mark.parametrize(("left", "room"), [(1320 + 1000, 500), (1320, 0), (1000, 0), (None, 0)])
+@pytest.mark.parametrize(("left", "room"), [(1320 + 220 + 1000, 500), (1320 + 220, 0), (1000, 0), (None, 0)])
 def test_activations_may_take_half_of_what_is_left_besides_the_states(
     left: int | None, room: int, make_report: Any
 ) -> None:
+    """Half of the weights may have working copies."""
     assert make_report(left).room_for_activations == room
 
 
 def test_processes_on_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_report, "available_bytes", lambda: 2 * 1000)
+    monkeypatch.setattr(host_report, "available_bytes", lambda: 2 * 1220)
     assert HostReport(nn.Linear(10, 10).requires_grad_(False), [], num_here=2).room_for_activations == 500
+
+
+def test_memory_that_activations_have_had_is_not_missing(make_report: Any, recwarn: pytest.WarningsRecorder) -> None:
+    report = make_report(1320 + 2 * 2000)
+    report.note_plan(PLAN, COSTS, 2)
+    report.note_step(working_copies=0)
+    report.note_plan(PLAN, COSTS, 4)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="may be killed"):
+        report.note_plan(PLAN, COSTS, 5)
 
 
 def test_what_the_host_needs_is_reported_once(make_report: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -203,10 +203,13 @@ class Retry:
         self._announce_loss(kind, lost)
 
     def _make_room(self) -> None:
-        """Where an allocator has run short, the next plans have small rounds, see [Note: sizes of rounds]."""
+        """The first time that an allocator has run short plans are made anew: with small rounds, see [Note: sizes of
+        rounds] in :mod:`planning.plan`."""
+        has_run_short = any(device.memory.spare for device in self._pool.devices)
         for device in self._pool.devices:
             device.make_room()
-        self._plan_anew()
+        if not has_run_short:
+            self._plan_anew()
 
     def _plan_anew(self) -> None:
         """What is known of a unit matters to all kinds of steps that it takes part in."""

@@ -55,6 +55,22 @@ def test_a_plan_is_taken_if_it_saves_more_than_two_percent(share: float, is_take
     assert [result.partition for result in results] == [proposed[0], proposed[0], proposed[1 if is_taken else 0]]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_taken"), [((4, 2), True), ((None, 2), True), ((2, 4), False), ((2, None), False)]
+)
+def test_a_plan_of_smaller_rounds_is_taken(sizes: tuple[int | None, int | None], is_taken: bool) -> None:
+    """Although it saves nothing: activations have no room in the larger ones any more."""
+    wanted = iter(sizes)
+
+    def planner(costs: CostProfile, machine: Machine, num_microbatches: int, training: bool) -> StepPlan:
+        partition = recomputed(costs)
+        return StepPlan(partition, (1,) * partition.num_stages, next(wanted))
+
+    model = Model([Work(1.0, 2.0), Work(1.0, 2.0)])
+    engine = Engine(model, modelled_pool(1), planner, num_threads=1)
+    assert [run(engine, model, rows=4, num_microbatches=4).replanned for _ in range(3)] == [False, is_taken, False]
+
+
 def test_plans_are_made_after_steps_that_are_powers_of_two() -> None:
     calls: list[tuple[int, bool]] = []
 

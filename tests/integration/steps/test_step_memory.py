@@ -82,12 +82,12 @@ def test_impossible_links_are_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "spare", "num_rounds"),
-    [(GIB, 0, 1), (0, 0, 4), (GIB, 1, 4)],
-    ids=["room", "no room on the host", "an allocator that has run short"],
+    ("left", "spare", "deterministic", "num_rounds"),
+    [(GIB, 0, False, 1), (0, 0, False, 4), (GIB, 1, False, 4), (GIB, 0, True, 4)],
+    ids=["room", "no room on the host", "an allocator that has run short", "independent of the room"],
 )
 def test_gradients_travel_once_per_round(
-    left: int, spare: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+    left: int, spare: int, deterministic: bool, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class RunsShort(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -96,7 +96,9 @@ def test_gradients_travel_once_per_round(
     monkeypatch.setattr(host_report, "available_bytes", lambda: left)
     # Not the whole model fits, so that there are several stages.
     options = {"num_microbatches": 8, "virtual_copies": VirtualLink(), "device_memory_limit": 1600}
-    trainer = make_trainer(devices=1, max_epochs=1, options=options, callbacks=[RunsShort()])
+    trainer = make_trainer(
+        devices=1, max_epochs=1, options=options, callbacks=[RunsShort()], deterministic=deterministic
+    )
     trainer.fit(Small(), make_loader(rows=16, batch_size=8))
     step = trainer.strategy.last_step
     gradients = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters())
