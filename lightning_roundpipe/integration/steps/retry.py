@@ -24,7 +24,7 @@ then on, and the same micro-batches are run again. Smaller ones need less of it.
 Lightning's batch size finder wants to see the limit, not a way around it. While it tries a size, nothing is split
 further, and the error is in the words that it looks for: those of CUDA, whatever the device. So it finds the largest
 batch that fits with the number of micro-batches that training starts with. Every trial starts without plan and costs,
-as training does. What no batch size would make fit ends the search.
+and so does what follows the last one. What no batch size would make fit ends the search.
 
 The number that fits stays. User code has run in the attempt that failed, and what it has done outside torch (prints,
 files) stays as well. If it has changed weights, the batch or a large buffer, the step is not run again; nor if other
@@ -137,9 +137,10 @@ class Retry:
         batches = split(batch, wanted)
         if not self._pool.can_fail and not self._scan.has_buffers:
             return batches, attempt(batches)
-        if self._is_trial() and batches.batch_size != self._tried_rows:
-            self._tried_rows = batches.batch_size
-            self._forget(kind)
+        tried_rows = batches.batch_size if self._is_trial() else None
+        if tried_rows != self._tried_rows:
+            self._tried_rows = tried_rows
+            self._begin_anew()
         state = StepState(self._scan, batch, [device.torch_device for device in self._pool.devices])
         num_retries, has_made_room = 0, False
         while True:
@@ -210,6 +211,12 @@ class Retry:
             device.make_room()
         if not has_run_short:
             self._plan_anew()
+
+    def _begin_anew(self) -> None:
+        """Every trial, and what follows the last one, starts without plan and costs, and with all memory."""
+        self._plan_anew()
+        for device in self._pool.devices:
+            device.memory.spare = 0
 
     def _plan_anew(self) -> None:
         """What is known of a unit matters to all kinds of steps that it takes part in."""

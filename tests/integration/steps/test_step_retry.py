@@ -265,6 +265,23 @@ def test_the_batch_size_finder_meets_the_limit(
     assert len(forgotten) == num_attempts + 1
 
 
+def test_training_after_the_batch_size_finder_starts_as_if_nothing_had_been_tried(
+    make_retry: Any, forgotten: list[str]
+) -> None:
+    """With other plans, and with the memory that a failed trial has kept free."""
+    is_trial, pool = True, cpu_pool(1, memory_limit=100)
+    retry = make_retry(is_trial=lambda: is_trial, pool=pool)
+    with pytest.raises(DeviceOutOfMemoryError):
+        retry.run("training_step", torch.zeros(8, 1), split, Attempts(4, DRIVER))
+    assert pool[0].memory.spare
+    is_trial = False
+    forgotten.clear()
+    for _ in range(2):
+        retry.run("training_step", torch.zeros(4, 1), split, Attempts(1))
+    assert pool[0].memory.spare == 0
+    assert forgotten == ["training_step"]
+
+
 @pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine"), KeyboardInterrupt()])
 def test_other_errors_pass(make_retry: Any, error: Any) -> None:
     attempts = Attempts(99, error)
