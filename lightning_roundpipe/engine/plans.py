@@ -86,7 +86,7 @@ class Plan:
             self._schedules[key] = made, following
         return self._schedules[key]
 
-    def micro_batches_per_round(self, num_microbatches: int) -> int:
+    def microbatches_per_round(self, num_microbatches: int) -> int:
         """Of a step with so many."""
         assert self.step is not None
         return min(self.step.round_size or num_microbatches, num_microbatches)
@@ -317,7 +317,7 @@ class Plans:
         if plan.step == known.plan.step and self.machine.is_uniform:
             return False
         before_ms, after_ms = (self._simulated_ms(made, costs, known) for made in (known.plan, plan))
-        before, after = (made.micro_batches_per_round(known.num_microbatches) for made in (known.plan, plan))
+        before, after = (made.microbatches_per_round(known.num_microbatches) for made in (known.plan, plan))
         if after_ms >= (1 - _MIN_GAIN) * before_ms and after >= before:
             return False
         known.plan = plan
