@@ -42,6 +42,10 @@ class DevicePool:
         memory_limit: bytes that each device may use; None for what there is.
         speeds: of virtual devices, one each, above 0 and at most 1; None for devices that are all alike.
 
+    Attributes:
+        is_short: whether activations have to take less than they do in large rounds, because allocators have run out of
+            memory; see [Note: sizes of rounds] in :mod:`planning.plan`.
+
     Raises:
         ValueError: if the list is empty, holds devices of different types, or one that is neither ``cpu`` nor a GPU of
             a type that is known.
@@ -70,6 +74,7 @@ class DevicePool:
                 made.callback(devices[-1].dispose)
             made.pop_all()
         self.devices: tuple[Device, ...] = tuple(devices)
+        self.is_short = False
         self.devices[0].enter()
 
     def __len__(self) -> int:

@@ -80,7 +80,7 @@ def make_engine(
         sizes: int | list[int] | None = options.round_size
         if sizes is None:
             room = None if report is None else report.room_for_activations
-            if torch.are_deterministic_algorithms_enabled() or any(device.memory.spare for device in pool.devices):
+            if torch.are_deterministic_algorithms_enabled() or pool.is_short:
                 room = None
             sizes = round_sizes(costs, machine, num_microbatches, waiting_on_host=room, is_training=training)
         made = search(costs, machine, num_microbatches=num_microbatches, round_size=sizes)

@@ -15,7 +15,7 @@ calls fit, and devices with less get the stages that fit on them.
 Weights and gradients travel once per round, and the host adds up the gradients of all rounds. But inputs of calls wait
 on the host for two rounds. And on devices wait outputs of a stage, and what code between the calls has made for the
 next one, such as a mask: for one round. Two micro-batches per device keep all devices busy. Where weights travel, more
-of them share a round as far as there is memory: few rounds move less.
+of them share a round as far as there is memory, and until allocators run out of it: few rounds move less.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ about them."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -16,6 +17,7 @@ from lightning_roundpipe.accelerator import pool_statistics
 from lightning_roundpipe.cli.machine_facts import collect, gpus, links, page_locking
 from lightning_roundpipe.devices.gpu.device import GpuDevice
 from lightning_roundpipe.devices.gpu.driver import driver_of
+from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
@@ -134,6 +136,31 @@ def test_the_host_is_ahead_by_two_micro_batches(device: GpuDevice, sim: ModuleTy
     with sim.held():  # what the step before has begun is forgotten
         device.throttle()
         device.throttle()
+
+
+@pytest.mark.parametrize(("mib", "waits"), [(1, False), (2, True)])
+def test_micro_batches_wait_for_a_slow_link_once_much_is_still_to_go_down(
+    device: GpuDevice, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, mib: int, waits: bool
+) -> None:
+    """For what was made before the micro-batches that the host may be ahead by."""
+    monkeypatch.setattr(device.memory, "limit", 16 * MIB)
+    settle, waited_for = GpuTransfer.settle, []
+    with contextlib.ExitStack() as slow:
+        with sim.stream(device.d2h._activations):
+            slow.enter_context(sim.held())
+
+        def goes_on(transfer: GpuTransfer) -> None:
+            waited_for.append(transfer)
+            slow.close()
+            settle(transfer)
+
+        monkeypatch.setattr(GpuTransfer, "settle", goes_on)
+        downloads = [device.download([there(MIB // 4)], f"{number}") for number in range(mib)]
+        for _ in range(2):
+            device.throttle()
+            device.download([there(MIB)], "what the host is ahead by")
+        device.throttle()
+        assert waited_for == downloads[: 1 if waits else 0]
 
 
 @pytest.fixture

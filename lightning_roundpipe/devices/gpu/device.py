@@ -36,6 +36,8 @@ _RESERVE_PART, _MAX_RESERVE_PART = 0.05, 0.25
 _MIN_RESERVE_BYTES = 512 * 2**20
 # The host is ahead of the GPU by at most so many micro-batches in a stage.
 _MAX_AHEAD = 2
+# Of what those before have made, at most one of so many parts of its memory is still to go down.
+_LEAVING_PARTS = 16
 
 
 class _Freed:
@@ -117,11 +119,13 @@ class GpuDevice(Device):
         self._compute = driver.default_stream(torch_device)
         h2d, d2h = (GpuLane(direction, name, torch_device, self._compute, driver) for direction in ("h2d", "d2h"))
         super().__init__(index, torch_device, h2d, d2h, DeviceMemory(name, limit))
+        self.d2h: GpuLane = d2h
         self.is_shared = num_sharing > 1
         self.draws_as = driver.model(torch_device)
         self._lock = threading.Lock()
         self._leaving: deque[_Freed | GpuTransfer] = deque()
-        self._begun: deque[Any] = deque()  # events where micro-batches began a stage
+        # Where micro-batches began a stage: an event, and bytes of activations that were submitted to go down.
+        self._begun: deque[tuple[Any, int]] = deque()
         self._is_limited = memory_limit is not None
         self._is_disposed = False
         if memory_limit is not None:
@@ -152,12 +156,16 @@ class GpuDevice(Device):
         self._driver.set_device(self.torch_device)
 
     def throttle(self) -> None:
-        """Memory of work that the GPU has not reached is taken already: without a bound it would be all of it."""
+        """Memory of work that the GPU has not reached is taken already, and so is that of activations which a slow link
+        has not brought down: without bounds it would be all of it."""
+        assert self.memory.limit is not None
         with self._lock:
-            self._begun.append(self._driver.record(self._compute))
+            self._begun.append((self._driver.record(self._compute), self.d2h.activation_bytes))
             oldest = self._begun.popleft() if len(self._begun) > _MAX_AHEAD else None
         if oldest is not None:
-            oldest.synchronize()
+            computed, submitted = oldest
+            computed.synchronize()
+            self.d2h.await_activations(submitted, but=self.memory.limit // _LEAVING_PARTS)
         self._collect()
 
     def stamp(self) -> Any:

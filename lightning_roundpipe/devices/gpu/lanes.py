@@ -57,6 +57,7 @@ class GpuTransfer(Transfer):
     Attributes:
         is_bulk: see :meth:`Lane.submit`.
         is_download: whether it goes to the host.
+        num_bytes: that travel.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class GpuTransfer(Transfer):
         super().__init__(tensors, pairs)
         self.is_bulk = is_bulk
         self.is_page_locked = is_page_locked
+        self.num_bytes = num_bytes_of([copy for copy, _ in pairs])
         self.is_download = lane.direction == "d2h"
         self._lane = lane
         self._event: Any = None
@@ -135,6 +137,9 @@ class GpuLane(Lane):
         device_name: for messages and the thread.
         torch_device: the GPU.
         compute: its compute stream.
+
+    Attributes:
+        activation_bytes: submitted so far.
     """
 
     def __init__(
@@ -150,6 +155,7 @@ class GpuLane(Lane):
         self._queue: deque[_Job] = deque()
         # What was issued and is not known to have ended, per stream.
         self._under_way: dict[bool, deque[GpuTransfer]] = {False: deque(), True: deque()}
+        self.activation_bytes = self._ended_bytes = 0
         # The thread's: events behind the chunks in flight, with what they read on the host.
         self._chunks: deque[tuple[Any, list[Tensor]]] = deque()
         self._thread: threading.Thread | None = None
@@ -172,7 +178,8 @@ class GpuLane(Lane):
         with plain_mode(), self._driver.on(stream) if is_upload or not is_bulk else _NOTHING:
             transfer = self._transfer(sources, is_bulk=is_bulk, is_staged=is_staged)
             with self._mutex:
-                self._count(num_bytes_of([copy for copy, _ in transfer.pairs]), label)
+                self._count(transfer.num_bytes, label)
+                self.activation_bytes += 0 if is_bulk else transfer.num_bytes
             job = _Job(transfer, ready, after, label)
             if not is_bulk:
                 self._issue(job, stream, [transfer.pairs])
@@ -251,10 +258,19 @@ class GpuLane(Lane):
             while (first := _first_of(under_way)) is not None and first.is_done():
                 self._forget(under_way, first)
 
+    def await_activations(self, submitted: int, *, but: int) -> None:
+        """Waits until what :attr:`activation_bytes` counted at a time has ended, but for so many bytes of it. The
+        calling thread holds no lock."""
+        under_way = self._under_way[False]
+        while submitted - self._ended_bytes > but and (first := _first_of(under_way)) is not None:
+            first.settle()
+            self._forget(under_way, first)
+
     def _forget(self, under_way: deque[GpuTransfer], ended: GpuTransfer) -> None:
         with self._mutex:
             if under_way and under_way[0] is ended:
                 under_way.popleft()
+                self._ended_bytes += 0 if ended.is_bulk else ended.num_bytes
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -320,6 +336,7 @@ class GpuLane(Lane):
             left = [transfer for under_way in self._under_way.values() for transfer in under_way]
             for under_way in self._under_way.values():
                 under_way.clear()
+            self._ended_bytes = self.activation_bytes
         with contextlib.ExitStack() as stack:  # all of them, even if a callback raises
             stack.callback(self._chunks.clear)
             for transfer in reversed(left):

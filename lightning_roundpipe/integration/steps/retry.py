@@ -167,6 +167,7 @@ class Retry:
                 continue
             assert more is not None
             self._forget(kind)
+            self._pool.is_short = False
             for device in self._pool.devices:
                 device.empty_cache()  # smaller pieces are wanted now
                 device.memory.spare //= 2
@@ -204,17 +205,22 @@ class Retry:
         self._announce_loss(kind, lost)
 
     def _make_room(self) -> None:
-        """The first time that an allocator has run short plans are made anew: with small rounds, see [Note: sizes of
-        rounds] in :mod:`planning.plan`."""
-        has_run_short = any(device.memory.spare for device in self._pool.devices)
-        for device in self._pool.devices:
-            device.make_room()
-        if not has_run_short:
+        """Also plans anew, once, when activations have to take less: see [Note: device memory] in
+        :mod:`devices.memory`."""
+        pool, memories = self._pool, [device.memory for device in self._pool.devices]
+        can_help = any(memory.has_room_to_make for memory in memories)
+        if not pool.is_short and (not can_help or any(memory.has_run_short_again for memory in memories)):
+            pool.is_short = True
+            for memory in memories:
+                memory.spare //= 2  # as much as before
             self._plan_anew()
+        for device in pool.devices:
+            device.make_room()
 
     def _begin_anew(self) -> None:
         """Every trial, and what follows the last one, starts without plan and costs, and with all memory."""
         self._plan_anew()
+        self._pool.is_short = False
         for device in self._pool.devices:
             device.memory.spare = 0
 

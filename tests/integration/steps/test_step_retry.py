@@ -179,17 +179,36 @@ def test_where_the_allocator_has_no_room_some_is_made_before_the_batch_is_split_
     assert [device.memory.spare for device in pool.devices] == [1, 1], "half as much with each split"
 
 
-def test_room_is_made_for_as_long_as_weights_can_leave_more_of_it(make_retry: Any) -> None:
+def test_room_is_made_for_as_long_as_weights_can_leave_more_of_it(make_retry: Any, forgotten: list[str]) -> None:
+    """The third time activations have to take less instead, in a new plan."""
     pool, tried = cpu_pool(1, memory_limit=100), []
     pool[0].memory.reserve("weights", 90)
 
     def attempt(batches: Batches) -> None:
-        tried.append((len(batches.microbatches), pool[0].memory.spare))
-        if pool[0].memory.spare < 20:
+        tried.append((pool[0].memory.spare, pool.is_short, len(forgotten)))
+        if pool[0].memory.spare < 40:
             raise DRIVER
 
-    make_retry(1, pool=pool, is_auto=False).run("training_step", torch.zeros(8, 1), split, attempt)
-    assert tried == [(1, 0), (1, 5), (1, 10), (1, 20)]
+    retry = make_retry(1, pool=pool, is_auto=False)
+    retry.run("training_step", torch.zeros(8, 1), split, attempt)
+    assert tried == [(0, False, 0), (5, False, 0), (10, False, 0), (10, True, 1), (20, True, 1), (40, True, 1)]
+    pool[0].memory.spare = 0
+    retry.run("training_step", torch.zeros(8, 1), split, attempt)
+    assert [is_short for _, is_short, _ in tried[6:]] == [True] * 5, "once and for all"
+    assert len(forgotten) == 1
+
+
+def test_where_weights_cannot_make_way_activations_have_to_take_less_until_micro_batches_do(make_retry: Any) -> None:
+    pool, tried = cpu_pool(1, memory_limit=100), []
+    pool[0].memory.reserve("weights", 50)
+
+    def attempt(batches: Batches) -> None:
+        tried.append((len(batches.microbatches), pool.is_short))
+        if len(tried) < 3:
+            raise DRIVER
+
+    make_retry(2, pool=pool).run("training_step", torch.zeros(8, 1), split, attempt)
+    assert tried == [(2, False), (2, True), (4, False)]
 
 
 def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot_be_run_again(make_retry: Any) -> None:
@@ -274,11 +293,13 @@ def test_training_after_the_batch_size_finder_starts_as_if_nothing_had_been_trie
     with pytest.raises(DeviceOutOfMemoryError):
         retry.run("training_step", torch.zeros(8, 1), split, Attempts(4, DRIVER))
     assert pool[0].memory.spare
+    assert pool.is_short
     is_trial = False
     forgotten.clear()
     for _ in range(2):
         retry.run("training_step", torch.zeros(4, 1), split, Attempts(1))
     assert pool[0].memory.spare == 0
+    assert not pool.is_short
     assert forgotten == ["training_step"]
 
 
