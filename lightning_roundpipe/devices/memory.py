@@ -17,8 +17,8 @@ go any more they take it all the same, because what is known of activations is a
 The allocator of a GPU may run out of memory where the books have some left, because of what they do not know: user
 code that computes a loss over a vocabulary takes gigabytes. Then everything that is not in use goes
 (:meth:`DeviceMemory.make_room`), what has failed (a copy that must be there, or the whole step) is tried once more, and
-from then on more is kept free: a little at first, and twice as much each time that it was not enough. The third time,
-and where nothing that is booked could make way, activations have to take less instead: see :attr:`DevicePool.is_short`.
+from then on more is kept free: a little at first, and twice as much each time that it was not enough. From the third
+time on, and where nothing that is booked could make way, activations take less as well: :attr:`DevicePool.is_short`.
 """
 
 from __future__ import annotations
@@ -152,11 +152,6 @@ class DeviceMemory:
     def has_room_to_make(self) -> bool:
         """Whether :meth:`make_room` once more would keep more free, and more than what may be left has been booked."""
         return self.limit is not None and self.spare < self.limit // 2 < self._peak
-
-    @property
-    def has_run_short_again(self) -> bool:
-        """Whether the allocator has run out of memory with what :meth:`make_room` keeps free at first."""
-        return self.limit is not None and self.spare > self.limit // _SPARE_PARTS
 
     def release(self, kind: Kind, num_bytes: int, after: Passing | None = None) -> None:
         """Takes ``num_bytes`` off the books: now, or when ``after`` has passed."""

@@ -15,6 +15,8 @@ from .gpu.device import GpuDevice
 from .virtual import Link, VirtualDevice
 
 _MAX_AUTO_VIRTUAL = 8
+# A device that keeps more than one of so many parts of its memory free has run short three times.
+_SHORT_PARTS = 8
 
 
 def num_host_cores() -> int:
@@ -41,10 +43,6 @@ class DevicePool:
         link: over which virtual devices are reached; None if they share the host's memory.
         memory_limit: bytes that each device may use; None for what there is.
         speeds: of virtual devices, one each, above 0 and at most 1; None for devices that are all alike.
-
-    Attributes:
-        is_short: whether activations have to take less than they do in large rounds, because allocators have run out of
-            memory; see [Note: sizes of rounds] in :mod:`planning.plan`.
 
     Raises:
         ValueError: if the list is empty, holds devices of different types, or one that is neither ``cpu`` nor a GPU of
@@ -74,7 +72,6 @@ class DevicePool:
                 made.callback(devices[-1].dispose)
             made.pop_all()
         self.devices: tuple[Device, ...] = tuple(devices)
-        self.is_short = False
         self.devices[0].enter()
 
     def __len__(self) -> int:
@@ -145,6 +142,15 @@ class DevicePool:
         """Bytes that every device may use; None if there is no limit."""
         limits = [device.memory.limit for device in self.devices if device.memory.limit is not None]
         return min(limits) if limits else None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether activations have to take less than in large rounds: allocators have run out of memory three times, or
+        what is booked cannot make way; see [Note: device memory] in :mod:`devices.memory`."""
+        memories = [device.memory for device in self.devices if device.memory.spare]
+        if any(memory.has_room_to_make for memory in memories):
+            return any(memory.spare > (memory.limit or 0) // _SHORT_PARTS for memory in memories)
+        return bool(memories)
 
     @property
     def has_own_speeds(self) -> bool:

@@ -111,6 +111,7 @@ class Retry:
         self._is_trial = is_trial
         self._tried_rows: int | None = None
         self._final: str | None = None
+        self._rounds_are_small = False  # because the pool is short
         self.num_microbatches: dict[str, int] = {}
 
     def forbid(self, why: str) -> None:
@@ -167,10 +168,10 @@ class Retry:
                 continue
             assert more is not None
             self._forget(kind)
-            self._pool.is_short = False
             for device in self._pool.devices:
                 device.empty_cache()  # smaller pieces are wanted now
                 device.memory.spare //= 2
+            self._rounds_are_small = self._pool.is_short
             before = len(batches.microbatches)
             wanted, batches = 2 * before, more
             num_retries += 1
@@ -205,22 +206,17 @@ class Retry:
         self._announce_loss(kind, lost)
 
     def _make_room(self) -> None:
-        """Also plans anew, once, when activations have to take less: see [Note: device memory] in
-        :mod:`devices.memory`."""
-        pool, memories = self._pool, [device.memory for device in self._pool.devices]
-        can_help = any(memory.has_room_to_make for memory in memories)
-        if not pool.is_short and (not can_help or any(memory.has_run_short_again for memory in memories)):
-            pool.is_short = True
-            for memory in memories:
-                memory.spare //= 2  # as much as before
-            self._plan_anew()
-        for device in pool.devices:
+        """Also plans anew, with small rounds, once activations have to take less."""
+        for device in self._pool.devices:
             device.make_room()
+        if self._pool.is_short and not self._rounds_are_small:
+            self._rounds_are_small = True
+            self._plan_anew()
 
     def _begin_anew(self) -> None:
         """Every trial, and what follows the last one, starts without plan and costs, and with all memory."""
         self._plan_anew()
-        self._pool.is_short = False
+        self._rounds_are_small = False
         for device in self._pool.devices:
             device.memory.spare = 0
 
@@ -231,7 +227,10 @@ class Retry:
 
     def _can_make_room(self, has_made_room: bool) -> bool:
         """Whether an allocator may have room for the same micro-batches where something else goes."""
-        return not has_made_room or any(device.memory.has_room_to_make for device in self._pool.devices)
+        pool = self._pool
+        if not has_made_room or (pool.is_short and not self._rounds_are_small):
+            return True
+        return any(device.memory.has_room_to_make for device in pool.devices)
 
     def _obstacle(self, state: StepState) -> str | None:
         """What is in the way of running a step again with the same micro-batches; None if nothing is."""

@@ -82,16 +82,16 @@ def test_impossible_links_are_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "is_short", "deterministic", "num_rounds"),
-    [(GIB, False, False, 1), (0, False, False, 4), (GIB, True, False, 4), (GIB, False, True, 4)],
-    ids=["room", "no room on the host", "allocators that have run short", "independent of the room"],
+    ("left", "spare", "deterministic", "num_rounds"),
+    [(GIB, 0, False, 1), (0, 0, False, 4), (GIB, 700, False, 4), (GIB, 0, True, 4)],
+    ids=["room", "no room on the host", "an allocator that has run short", "independent of the room"],
 )
 def test_gradients_travel_once_per_round(
-    left: int, is_short: bool, deterministic: bool, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+    left: int, spare: int, deterministic: bool, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class RunsShort(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            trainer.strategy.pool.is_short = is_short  # type: ignore[attr-defined]
+            trainer.strategy.pool[0].memory.spare = spare  # type: ignore[attr-defined]
 
     monkeypatch.setattr(host_report, "available_bytes", lambda: left)
     # Not the whole model fits, so that there are several stages.

@@ -61,7 +61,7 @@ def forgotten() -> list[str]:
 @pytest.fixture
 def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
     def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
-        options: dict[str, Any] = {"is_auto": True, "pool": cpu_pool(1, memory_limit=1), "forget": forgotten.append}
+        options: dict[str, Any] = {"is_auto": True, "pool": cpu_pool(1, memory_limit=100), "forget": forgotten.append}
         options |= {"costs": lambda kind: None, "go_on_without": lambda lost: None, **kwargs}
         return Retry(ModuleScan(root or nn.Linear(1, 1)), num_microbatches, **options)
 
@@ -180,35 +180,47 @@ def test_where_the_allocator_has_no_room_some_is_made_before_the_batch_is_split_
 
 
 def test_room_is_made_for_as_long_as_weights_can_leave_more_of_it(make_retry: Any, forgotten: list[str]) -> None:
-    """The third time activations have to take less instead, in a new plan."""
+    """The third time activations have to take less as well, in a new plan."""
     pool, tried = cpu_pool(1, memory_limit=100), []
     pool[0].memory.reserve("weights", 90)
 
     def attempt(batches: Batches) -> None:
-        tried.append((pool[0].memory.spare, pool.is_short, len(forgotten)))
+        tried.append((len(batches.microbatches), pool[0].memory.spare, pool.is_short, len(forgotten)))
         if pool[0].memory.spare < 40:
             raise DRIVER
 
-    retry = make_retry(1, pool=pool, is_auto=False)
-    retry.run("training_step", torch.zeros(8, 1), split, attempt)
-    assert tried == [(0, False, 0), (5, False, 0), (10, False, 0), (10, True, 1), (20, True, 1), (40, True, 1)]
-    pool[0].memory.spare = 0
-    retry.run("training_step", torch.zeros(8, 1), split, attempt)
-    assert [is_short for _, is_short, _ in tried[6:]] == [True] * 5, "once and for all"
-    assert len(forgotten) == 1
+    make_retry(1, pool=pool, is_auto=False).run("training_step", torch.zeros(8, 1), split, attempt)
+    assert tried == [(1, 0, False, 0), (1, 5, False, 0), (1, 10, False, 0), (1, 20, True, 1), (1, 40, True, 1)]
 
 
-def test_where_weights_cannot_make_way_activations_have_to_take_less_until_micro_batches_do(make_retry: Any) -> None:
-    pool, tried = cpu_pool(1, memory_limit=100), []
+def test_where_weights_cannot_make_way_activations_take_less_at_once(make_retry: Any, forgotten: list[str]) -> None:
+    pool, tried = cpu_pool(2, memory_limit=100), []
     pool[0].memory.reserve("weights", 50)
 
     def attempt(batches: Batches) -> None:
-        tried.append((len(batches.microbatches), pool.is_short))
+        tried.append((len(batches.microbatches), pool.is_short, len(forgotten)))
         if len(tried) < 3:
             raise DRIVER
 
     make_retry(2, pool=pool).run("training_step", torch.zeros(8, 1), split, attempt)
-    assert tried == [(2, False), (2, True), (4, False)]
+    assert tried == [(2, False, 0), (2, True, 1), (4, True, 2)]
+
+
+def test_small_rounds_come_before_smaller_micro_batches_also_where_copies_have_made_all_room(
+    make_retry: Any, forgotten: list[str]
+) -> None:
+    pool, tried = cpu_pool(1, memory_limit=100), []
+    pool[0].memory.reserve("weights", 90)
+
+    def attempt(batches: Batches) -> None:
+        tried.append((len(batches.microbatches), pool[0].memory.spare, len(forgotten)))
+        while len(tried) == 2 and pool[0].memory.has_room_to_make:
+            pool[0].make_room()
+        if len(tried) < 4:
+            raise DRIVER
+
+    make_retry(2, pool=pool).run("training_step", torch.zeros(8, 1), split, attempt)
+    assert tried == [(2, 0, 0), (2, 5, 0), (2, 50, 1), (4, 25, 2)]
 
 
 def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot_be_run_again(make_retry: Any) -> None:
@@ -292,14 +304,12 @@ def test_training_after_the_batch_size_finder_starts_as_if_nothing_had_been_trie
     retry = make_retry(is_trial=lambda: is_trial, pool=pool)
     with pytest.raises(DeviceOutOfMemoryError):
         retry.run("training_step", torch.zeros(8, 1), split, Attempts(4, DRIVER))
-    assert pool[0].memory.spare
     assert pool.is_short
     is_trial = False
     forgotten.clear()
     for _ in range(2):
         retry.run("training_step", torch.zeros(4, 1), split, Attempts(1))
     assert pool[0].memory.spare == 0
-    assert not pool.is_short
     assert forgotten == ["training_step"]
 
 
