@@ -77,6 +77,7 @@ def _timeline_figures(strategy: Any) -> dict[str, Any]:
         "host_activation_bytes": step.saved_bytes,
         "num_stages": step.partition.num_stages,
         "num_microbatches": step.num_microbatches,
+        "kept_free_bytes": strategy.pool[0].memory.spare,
         "page_locked": {name: value for name, value in statistics.items() if name.startswith("host.")},
     }
 

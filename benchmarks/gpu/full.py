@@ -26,7 +26,8 @@ two more, are not counted. seconds_per_step: optimizer included. model_tflops: p
 host_us_per_call: CPU time of the threads that issue work (main, micro-batches, autograd's; the main thread's optimizer
 included where it runs there) over forwards and backwards of units. interpreter_lock: see probes.LockSampler. device:
 kernels and copies of one more step, by torch's profiler, ordinary (pageable) host memory apart from page-locked.
-timeline: of the last step of the warm-up, by stamps of the device. first_step_s, setup_s: the first step, and what came
+timeline: of the last step of the warm-up, by stamps of the device; kept_free_bytes is above 0 if the allocator has run
+short until then ([Note: device memory] in devices/memory.py). first_step_s, setup_s: the first step, and what came
 before it.
 """
 _LIMIT_S = {"roundpipe": 180.0, "fsdp2": 180.0}
