@@ -32,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -239,6 +239,11 @@ class Device(ABC):
     def peak_memory_bytes(self) -> int | None:
         """The most bytes of tensors that were on the device at a time, in the life of the process; None if unknown."""
         return None
+
+    def watch_allocator(self) -> Callable[[], int]:
+        """Begins to watch; what is returned tells the most bytes that were allocated since, beside those of now. It is
+        0 where there is no allocator but the books."""
+        return lambda: 0
 
     def statistics(self) -> dict[str, float]:
         """Counters since the device was made: runs of units, bytes moved up and down, peak bytes by kind."""

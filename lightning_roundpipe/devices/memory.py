@@ -15,10 +15,12 @@ Weights and gradients leave the headroom free, which is for activations: a GPU d
 go any more they take it all the same, because what is known of activations is an upper bound.
 
 The allocator of a GPU may run out of memory where the books have some left, because of what they do not know: user
-code that computes a loss over a vocabulary takes gigabytes. Then everything that is not in use goes
-(:meth:`DeviceMemory.make_room`), what has failed (a copy that must be there, or the whole step) is tried once more, and
-from then on more is kept free: a little at first, and twice as much each time that it was not enough. From the third
-time on, and where nothing that is booked could make way, activations take less as well: :attr:`DevicePool.is_short`.
+code that computes a loss over a vocabulary takes gigabytes. What it took in the first micro-batch, which runs alone, is
+a part of the headroom where the last forward is (:attr:`Plan.loose_bytes`). If that was not all, everything that is not
+in use goes (:meth:`DeviceMemory.make_room`), what has failed (a copy that must be there, or the whole step) is tried
+once more, and from then on more is kept free: a little at first, and twice as much each time that it was not enough.
+From the third time on, and where nothing that is booked could make way, activations take less as well:
+:attr:`DevicePool.is_short`.
 """
 
 from __future__ import annotations
@@ -135,16 +137,20 @@ class DeviceMemory:
             self._peak = max(self._peak, total)
             return True
 
-    def make_room(self) -> None:
-        """The allocator has run out of memory: evicts all that is not in use, and waits for all that is leaving.
+    def evict_all(self) -> None:
+        """Evicts all that is not in use, and waits for all that is leaving.
 
-        Called by the thread that holds the compute lane, or between steps.
+        Called by the thread that holds the compute lane, or while no micro-batch runs.
         """
         while self.evict():
             pass
         self._collect()
         while self._await_leaving():
             self._collect()
+
+    def make_room(self) -> None:
+        """The allocator has run out of memory: :meth:`evict_all`, and more is kept free from now on."""
+        self.evict_all()
         if self.limit is not None:
             self.spare = min(max(2 * self.spare, self.limit // _SPARE_PARTS), self.limit // 2)
 

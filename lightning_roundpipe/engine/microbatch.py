@@ -50,7 +50,7 @@ from .barrier import Attendance
 from .books import ActivationBooks
 from .context import SegmentContext, StepContext
 from .execution import ForwardResult, cut, run_forward
-from .plans import SegmentRecord
+from .requests import SegmentRecord
 
 _ALL_POSITIONS = 1 << 60
 _NOTHING = contextlib.nullcontext()

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..devices.device import Run
 from ..planning.builders import round_robin
 from ..planning.costs import CostProfile, Machine
 from ..planning.partition import Partition, Stage, StageKind
-from ..planning.plan import StepPlan
+from ..planning.plan import StepPlan, needed_bytes
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate
 from ..planning.stages import stage_costs
@@ -32,6 +31,7 @@ from ..weights.placement import StageRun
 from ..weights.units import Unit
 from .barrier import Segment
 from .costs import CallEstimates, DeviceSpeeds
+from .requests import SegmentRecord
 
 # (costs of the calls, machine, num_microbatches, training) -> plan of a step; of a partition alone, every stage runs on
 # one device at a time.
@@ -52,6 +52,7 @@ class Plan:
         step: how the stages run; None while the calls are recorded.
         costs, machine: what the plan was made from.
         carried: indices of calls of earlier segments whose backward runs in this one: the first positions.
+        loose_bytes: what user code around the calls takes on a device, as far as it is known.
         activation_bytes: per stage, those of the micro-batch that is in it, and those that wait for the next stage.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     costs: CostProfile | None = None
     machine: Machine | None = None
     carried: tuple[int, ...] = ()
+    loose_bytes: int = 0
     activation_bytes: tuple[tuple[int, int], ...] = ()
     _schedules: dict[tuple[int, int], tuple[Schedule, int]] = field(default_factory=dict, compare=False, repr=False)
     _stage_runs: dict[int, tuple[Schedule, list[list[StageRun]]]] = field(
@@ -144,37 +146,6 @@ def _units_of(plan: Plan, stage_index: int) -> tuple[Unit, ...]:
 
 
 @dataclass
-class SegmentRecord:
-    """What one micro-batch did in one run over a schedule; written by its thread alone.
-
-    Attributes:
-        index: of the micro-batch.
-        called: units in the order of their calls.
-        revived: calls of earlier segments whose backward came in this one: index in the micro-batch -> unit.
-        runs: of units, and of user code in the backward.
-        num_off_plan: calls that the plan did not foresee.
-        has_backward: whether its backward has begun.
-    """
-
-    index: int
-    called: list[Unit] = field(default_factory=list)
-    revived: dict[int, Unit] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
-    num_off_plan: int = 0
-    has_backward: bool = False
-
-    @property
-    def carried(self) -> tuple[int, ...]:
-        """Indices of the calls of earlier segments whose backward came in this one."""
-        return tuple(sorted(self.revived))
-
-    @property
-    def sequence(self) -> tuple[Unit, ...]:
-        """The units of those calls, and of the calls of this segment."""
-        return (*(self.revived[index] for index in self.carried), *self.called)
-
-
-@dataclass
 class _Known:
     """What is known about the steps with one key."""
 
@@ -239,7 +210,9 @@ class Plans:
         if key in self._presets:
             estimates.preset(self._presets[key])
         estimates.add_recorded(recorded.runs)
-        plan = self._make(sequence, recorded.carried, estimates.profile, num_microbatches, is_training)
+        costs = estimates.profile
+        loose = recorded.peak_bytes - max((needed_bytes(c, is_training=is_training) for c in costs.calls), default=0)
+        plan = self._make(sequence, recorded.carried, costs, num_microbatches, is_training, max(0, loose))
         # Only now: times would let the first plan differ from run to run.
         estimates.add([recorded.runs])
         self._known[key] = _Known(plan, estimates, is_training, num_microbatches)
@@ -286,8 +259,8 @@ class Plans:
                 return True
             sequence, carried = records[0].sequence, records[0].carried
             known.estimates.rearrange(sequence)
-            costs = known.estimates.profile
-            known.plan = self._make(sequence, carried, costs, known.num_microbatches, known.is_training)
+            costs, loose = known.estimates.profile, known.plan.loose_bytes
+            known.plan = self._make(sequence, carried, costs, known.num_microbatches, known.is_training, loose)
             return True
         if torch.are_deterministic_algorithms_enabled():
             return False
@@ -329,7 +302,8 @@ class Plans:
 
     def _make_again(self, known: _Known, costs: CostProfile) -> Plan:
         plan = known.plan
-        return self._make(plan.sequence, plan.carried, costs, known.num_microbatches, known.is_training)
+        count, training = known.num_microbatches, known.is_training
+        return self._make(plan.sequence, plan.carried, costs, count, training, plan.loose_bytes)
 
     def _make(
         self,
@@ -338,6 +312,7 @@ class Plans:
         costs: CostProfile,
         num_microbatches: int,
         is_training: bool,
+        loose_bytes: int,
     ) -> Plan:
         if not sequence:  # a segment without units
             partition = self.recording(is_training)[0].partition
@@ -346,7 +321,7 @@ class Plans:
         step = made if isinstance(made, StepPlan) else StepPlan(made, (1,) * made.num_stages, self._round_size)
         written = [position for position, unit in enumerate(sequence) if unit.written]
         step = step.with_order(ordered_spans(sequence), written)
-        needed = _activations(step.partition, costs)
+        needed = _activations(step.partition, costs, loose_bytes)
         return Plan(
             sequence,
             step.partition,
@@ -354,6 +329,7 @@ class Plans:
             costs=costs,
             machine=self.machine,
             carried=carried,
+            loose_bytes=loose_bytes,
             activation_bytes=needed,
         )
 
@@ -394,8 +370,13 @@ class Plans:
             self._speeds.clear()
 
 
-def _activations(partition: Partition, costs: CostProfile) -> tuple[tuple[int, int], ...]:
-    return tuple((cost.workspace_bytes, cost.handover_bytes) for cost in stage_costs(partition, costs))
+def _activations(partition: Partition, costs: CostProfile, loose_bytes: int) -> tuple[tuple[int, int], ...]:
+    """As :attr:`Plan.activation_bytes`; most of what user code takes is for the loss, behind the last forward."""
+    last = partition.forward_stages[-1]
+    return tuple(
+        (cost.workspace_bytes + loose_bytes * (stage == last), cost.handover_bytes)
+        for stage, cost in enumerate(stage_costs(partition, costs))
+    )
 
 
 def ordered_spans(sequence: Sequence[Unit]) -> list[tuple[int, int]]:

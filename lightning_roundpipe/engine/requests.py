@@ -1,4 +1,4 @@
-"""What the engine is asked to run, and what comes out."""
+"""What the engine is asked to run, and what comes out: of a step, and of one micro-batch in it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..devices.device import Run
 from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
 from ..ranks.reduction import StepReduction
 from ..usercode.collected_lists import Merge, NumbersLeft
+from ..weights.units import Unit
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,36 @@ class StepResult:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "timeline_of": None, "timeline": self.timeline}
+
+
+@dataclass
+class SegmentRecord:
+    """What one micro-batch did in one run over a schedule; written by its thread alone while that runs.
+
+    Attributes:
+        index: of the micro-batch.
+        called: units in the order of their calls.
+        revived: calls of earlier segments whose backward came in this one: index in the micro-batch -> unit.
+        runs: of units, and of user code in the backward.
+        num_off_plan: calls that the plan did not foresee.
+        has_backward: whether its backward has begun.
+        peak_bytes: the most it took of its device when it ran alone; 0 if that is not known.
+    """
+
+    index: int
+    called: list[Unit] = field(default_factory=list)
+    revived: dict[int, Unit] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    num_off_plan: int = 0
+    has_backward: bool = False
+    peak_bytes: int = 0
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """Indices of the calls of earlier segments whose backward came in this one."""
+        return tuple(sorted(self.revived))
+
+    @property
+    def sequence(self) -> tuple[Unit, ...]:
+        """The units of those calls, and of the calls of this segment."""
+        return (*(self.revived[index] for index in self.carried), *self.called)

@@ -35,8 +35,8 @@ from .context import Failure, Resources, SegmentContext, StepContext
 from .gate import Gate
 from .microbatch_thread import MicrobatchThread
 from .patches import patch, torch_patched
-from .plans import Plan, SegmentRecord
-from .requests import StepRequest, StepResult
+from .plans import Plan
+from .requests import SegmentRecord, StepRequest, StepResult
 from .tracing import Clock, Trace, TracedGate, TracedUserCodeLock
 
 
@@ -200,7 +200,7 @@ class Step:
             if plan is None:
                 recording = plans.recording(request.training)
                 with self._lists.watching(self._give) as found, self._lock.recording(self._states[0]):
-                    (recorded,) = self._run_schedule(*recording, range(1))
+                    recorded = self._record(*recording)
                 self._table.filled_by_users.update(dict.fromkeys(found))
                 training = recorded.has_backward if request.meets else request.training
                 plan, first = plans.record(key, recorded, count, training), 1
@@ -224,6 +224,13 @@ class Step:
         if request.meets:
             resources.replicas.end_step()
         return gradients
+
+    def _record(self, plan: Plan, schedule: Schedule) -> SegmentRecord:
+        """Lets the first micro-batch run alone, on the first device."""
+        taken = self._resources.pool[0].watch_allocator()
+        (recorded,) = self._run_schedule(plan, schedule, range(1))
+        recorded.peak_bytes = taken()
+        return recorded
 
     def _give(self, index: int, module: nn.Module, name: str, value: Any) -> None:
         """Gives a micro-batch an attribute of its own; none is current."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -273,6 +273,11 @@ class GpuDevice(Device):
     def peak_memory_bytes(self) -> int:
         """Of the GPU, all its devices together."""
         return self._driver.peak_allocated(self.torch_device)
+
+    def watch_allocator(self) -> Callable[[], int]:
+        """That of the GPU, all its devices together. What is not in use goes first: it would go while this watches."""
+        self.memory.evict_all()
+        return self._driver.watch_peak(self.torch_device)
 
     def statistics(self) -> dict[str, float]:
         return {**super().statistics(), "peak_memory_bytes": float(self.peak_memory_bytes)}

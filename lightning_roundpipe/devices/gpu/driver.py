@@ -10,6 +10,8 @@ import contextlib
 import functools
 import inspect
 import threading
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,7 @@ class GpuDriver:
         self.issue_lock = IssueLock()
         self._lock = threading.Lock()
         self._num_users = 0
+        self._peaks: dict[torch.device, int] = defaultdict(int)  # of allocated bytes, until torch's began anew
         # GPU -> how many devices limit its memory, and the user's fraction (None if torch cannot tell).
         self._limited: dict[int, tuple[int, float | None]] = {}
 
@@ -119,7 +122,17 @@ class GpuDriver:
 
     def peak_allocated(self, device: torch.device) -> int:
         """The most bytes of tensors of this process at a time."""
-        return int(self._api.max_memory_allocated(device))
+        return max(self._peaks[device], int(self._api.max_memory_allocated(device)))
+
+    def watch_peak(self, device: torch.device) -> Callable[[], int]:
+        """Begins to watch; what is returned tells the most bytes of tensors since, beside those of now. That of torch,
+        which begins anew, is kept for :meth:`peak_allocated`. Where torch cannot do that it is 0."""
+        if not hasattr(self._api, "reset_peak_memory_stats"):
+            return lambda: 0
+        self._peaks[device] = self.peak_allocated(device)
+        self._api.reset_peak_memory_stats(device)
+        there = int(self._api.memory_allocated(device))
+        return lambda: int(self._api.max_memory_allocated(device)) - there
 
     def empty_cache(self) -> None:
         """The allocators of all GPUs give back what they keep; as far as one that is lost lets them."""

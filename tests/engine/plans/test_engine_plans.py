@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices.device import Device
 from lightning_roundpipe.engine import plans
 from lightning_roundpipe.engine.runner import Engine, StepResult
 from lightning_roundpipe.planning import (
@@ -25,6 +26,7 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
+from lightning_roundpipe.planning.plan import needed_bytes
 from tests.support.engine.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
 from tests.support.engine.partitions import any_partition
 from tests.support.engine.steps import Steps
@@ -69,6 +71,27 @@ def test_a_plan_of_smaller_rounds_is_taken(sizes: tuple[int | None, int | None],
     model = Model([Work(1.0, 2.0), Work(1.0, 2.0)])
     engine = Engine(model, modelled_pool(1), planner, num_threads=1)
     assert [run(engine, model, rows=4, num_microbatches=4).replanned for _ in range(3)] == [False, is_taken, False]
+
+
+@pytest.mark.parametrize(("peak", "is_more"), [(10**9, True), (0, False)])
+def test_what_user_code_takes_is_kept_free_where_the_last_forward_is(
+    peak: int, is_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the first micro-batch, which runs alone, has taken more than its calls need. Also by later plans."""
+    monkeypatch.setattr(Device, "watch_allocator", lambda device: lambda: peak)
+    model = Model([Work(8.0, 8.0), Work(1.0, 2.0)])
+    wanted = iter([recomputed, kept])
+    engine = Engine(model, modelled_pool(1), lambda costs, *args: next(wanted)(costs), num_threads=1)
+    for _ in range(2):
+        result = run(engine, model, rows=3, num_microbatches=3)
+        plan = engine.plan_of("train")
+        assert plan is not None
+        assert plan.costs is not None
+        loose = peak - max(needed_bytes(call, is_training=True) for call in plan.costs.calls)
+        expected = [[cost.workspace_bytes, cost.handover_bytes] for cost in stage_costs(plan.partition, plan.costs)]
+        expected[plan.partition.forward_stages[-1]][0] += loose * is_more
+        assert [list(needed) for needed in plan.activation_bytes] == expected
+    assert result.replanned
 
 
 def test_plans_are_made_after_steps_that_are_powers_of_two() -> None:
