@@ -157,13 +157,6 @@ class Microbatch:
             self._segment.loader.prefetch(self.device)
         return replica
 
-    def _free_recorded(self, replica: Replica) -> None:
-        """The recording runs all units on one device: what takes memory there must go at once."""
-        if self._is_recording and not self.device.aliases_host:
-            if found := replica.harvest():
-                self._step.gradients.add(*found, (replica.unit.order,))
-            replica.unload()
-
     # --- forward -----------------------------------------------------------------------------------------------
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -274,7 +267,8 @@ class Microbatch:
                 replica.load_buffers()
             if self._is_recording and records:
                 call.samples = samples_of(done.unit.slots)
-            self._free_recorded(replica)
+            if self._is_recording:
+                self._segment.loader.free_recorded(replica)
         if position is not None:
             self._gate.pass_position(self.schedule_index, position + 1)
         elif self._is_recording:
@@ -401,7 +395,8 @@ class Microbatch:
                 self._step.gradients.add_later(*found, (call.unit.order, call.index), self.schedule_index)
             if counts:
                 self._books.end_backward(device, booked, num_bytes_of(call.input_gradients))
-            self._free_recorded(replica)
+            if self._is_recording:
+                self._segment.loader.free_recorded(replica)
         assert call.ran is not None
         self.record.runs.append(Run(device, "B", name, begun, ended, self._stage, *call.ran[6:]))
 

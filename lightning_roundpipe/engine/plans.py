@@ -23,7 +23,7 @@ import torch
 from ..planning.builders import round_robin
 from ..planning.costs import CostProfile, Machine
 from ..planning.partition import Partition, Stage, StageKind
-from ..planning.plan import StepPlan, needed_bytes
+from ..planning.plan import StepPlan
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate
 from ..planning.stages import stage_costs
@@ -52,7 +52,8 @@ class Plan:
         step: how the stages run; None while the calls are recorded.
         costs, machine: what the plan was made from.
         carried: indices of calls of earlier segments whose backward runs in this one: the first positions.
-        loose_bytes: what user code around the calls takes on a device, as far as it is known.
+        loose_bytes: what user code around the calls takes on a device, as far as it is known; or a little more, because
+            the largest call may have taken the most.
         activation_bytes: per stage, those of the micro-batch that is in it, and those that wait for the next stage.
     """
 
@@ -211,8 +212,9 @@ class Plans:
             estimates.preset(self._presets[key])
         estimates.add_recorded(recorded.runs)
         costs = estimates.profile
-        loose = recorded.peak_bytes - max((needed_bytes(c, is_training=is_training) for c in costs.calls), default=0)
-        plan = self._make(sequence, recorded.carried, costs, num_microbatches, is_training, max(0, loose))
+        of_calls = max((call.activation_bytes(is_training=is_training) for call in costs.calls), default=0)
+        loose = max(0, recorded.peak_bytes - of_calls)
+        plan = self._make(sequence, recorded.carried, costs, num_microbatches, is_training, loose)
         # Only now: times would let the first plan differ from run to run.
         estimates.add([recorded.runs])
         self._known[key] = _Known(plan, estimates, is_training, num_microbatches)

@@ -227,9 +227,11 @@ class Step:
 
     def _record(self, plan: Plan, schedule: Schedule) -> SegmentRecord:
         """Lets the first micro-batch run alone, on the first device."""
-        taken = self._resources.pool[0].watch_allocator()
+        device = self._resources.pool[0]
+        taken = device.watch_allocator()
         (recorded,) = self._run_schedule(plan, schedule, range(1))
-        recorded.peak_bytes = taken()
+        # What is on the books now is of parameters that user code uses, and stays there until the step ends.
+        recorded.peak_bytes = max(0, taken() - device.memory.used)
         return recorded
 
     def _give(self, index: int, module: nn.Module, name: str, value: Any) -> None:

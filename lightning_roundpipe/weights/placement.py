@@ -258,6 +258,18 @@ class Loader:
             with device.occupied():
                 self._load_stage_run(device)
 
+    def free_recorded(self, replica: Replica) -> None:
+        """The recording runs all units on one device: what they take there goes at once, and from a GPU before the next
+        one comes, so that what user code takes is seen. The calling thread holds the compute lane."""
+        device = replica.device
+        if device.aliases_host:
+            return
+        if found := replica.harvest():
+            self._gradients.add(*found, (replica.unit.order,))
+        replica.unload()
+        if not device.counts_activations:
+            device.memory.evict_all()
+
     def end_stage_run(self, device_index: int) -> None:
         """The last micro-batch of a stage run has left it, and none has been let into the next one yet."""
         device = self._pool[device_index]

@@ -171,7 +171,7 @@ class Retry:
             for device in self._pool.devices:
                 device.empty_cache()  # smaller pieces are wanted now
                 device.memory.spare //= 2
-            self._rounds_are_small = self._pool.is_short
+            self._note_shortage()
             before = len(batches.microbatches)
             wanted, batches = 2 * before, more
             num_retries += 1
@@ -206,12 +206,16 @@ class Retry:
         self._announce_loss(kind, lost)
 
     def _make_room(self) -> None:
-        """Also plans anew, with small rounds, once activations have to take less."""
         for device in self._pool.devices:
             device.make_room()
-        if self._pool.is_short and not self._rounds_are_small:
-            self._rounds_are_small = True
+        self._note_shortage()
+
+    def _note_shortage(self) -> None:
+        """Once activations have to take less plans are made anew, with small rounds."""
+        is_short = self._pool.is_short
+        if is_short and not self._rounds_are_small:
             self._plan_anew()
+        self._rounds_are_small = is_short
 
     def _begin_anew(self) -> None:
         """Every trial, and what follows the last one, starts without plan and costs, and with all memory."""

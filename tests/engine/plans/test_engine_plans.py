@@ -26,7 +26,6 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-from lightning_roundpipe.planning.plan import needed_bytes
 from tests.support.engine.modelled import WIDTH, Model, Work, kept, modelled_pool, recomputed, run, times_of
 from tests.support.engine.partitions import any_partition
 from tests.support.engine.steps import Steps
@@ -77,7 +76,7 @@ def test_a_plan_of_smaller_rounds_is_taken(sizes: tuple[int | None, int | None],
 def test_what_user_code_takes_is_kept_free_where_the_last_forward_is(
     peak: int, is_more: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as the first micro-batch, which runs alone, has taken more than its calls need. Also by later plans."""
+    """As far as the first micro-batch, which runs alone, has taken more than its calls do. Also by later plans."""
     monkeypatch.setattr(Device, "watch_allocator", lambda device: lambda: peak)
     model = Model([Work(8.0, 8.0), Work(1.0, 2.0)])
     wanted = iter([recomputed, kept])
@@ -87,7 +86,7 @@ def test_what_user_code_takes_is_kept_free_where_the_last_forward_is(
         plan = engine.plan_of("train")
         assert plan is not None
         assert plan.costs is not None
-        loose = peak - max(needed_bytes(call, is_training=True) for call in plan.costs.calls)
+        loose = peak - max(call.activation_bytes(is_training=True) for call in plan.costs.calls)
         expected = [[cost.workspace_bytes, cost.handover_bytes] for cost in stage_costs(plan.partition, plan.costs)]
         expected[plan.partition.forward_stages[-1]][0] += loose * is_more
         assert [list(needed) for needed in plan.activation_bytes] == expected

@@ -179,48 +179,31 @@ def test_where_the_allocator_has_no_room_some_is_made_before_the_batch_is_split_
     assert [device.memory.spare for device in pool.devices] == [1, 1], "half as much with each split"
 
 
-def test_room_is_made_for_as_long_as_weights_can_leave_more_of_it(make_retry: Any, forgotten: list[str]) -> None:
-    """The third time activations have to take less as well, in a new plan."""
-    pool, tried = cpu_pool(1, memory_limit=100), []
-    pool[0].memory.reserve("weights", 90)
-
-    def attempt(batches: Batches) -> None:
-        tried.append((len(batches.microbatches), pool[0].memory.spare, pool.is_short, len(forgotten)))
-        if pool[0].memory.spare < 40:
-            raise DRIVER
-
-    make_retry(1, pool=pool, is_auto=False).run("training_step", torch.zeros(8, 1), split, attempt)
-    assert tried == [(1, 0, False, 0), (1, 5, False, 0), (1, 10, False, 0), (1, 20, True, 1), (1, 40, True, 1)]
-
-
-def test_where_weights_cannot_make_way_activations_take_less_at_once(make_retry: Any, forgotten: list[str]) -> None:
-    pool, tried = cpu_pool(2, memory_limit=100), []
-    pool[0].memory.reserve("weights", 50)
-
-    def attempt(batches: Batches) -> None:
-        tried.append((len(batches.microbatches), pool.is_short, len(forgotten)))
-        if len(tried) < 3:
-            raise DRIVER
-
-    make_retry(2, pool=pool).run("training_step", torch.zeros(8, 1), split, attempt)
-    assert tried == [(2, False, 0), (2, True, 1), (4, True, 2)]
-
-
-def test_small_rounds_come_before_smaller_micro_batches_also_where_copies_have_made_all_room(
-    make_retry: Any, forgotten: list[str]
+@pytest.mark.parametrize(
+    ("booked", "copies_run_short", "expected"),
+    [
+        (90, False, [(2, 0, 0), (2, 5, 0), (2, 10, 0), (2, 20, 1), (2, 40, 1), (2, 50, 1), (4, 25, 2)]),
+        (90, True, [(2, 0, 0), (2, 5, 0), (2, 50, 1), (4, 25, 2)]),
+        (50, False, [(2, 0, 0), (2, 5, 1), (4, 2, 2)]),
+    ],
+    ids=["weights make way", "they have for copies", "they cannot"],
+)
+def test_room_is_made_before_micro_batches_get_smaller(
+    make_retry: Any, forgotten: list[str], booked: int, copies_run_short: bool, expected: list[tuple[int, int, int]]
 ) -> None:
+    """Of weights first; the third time, and where that is no use, of activations as well, in new plans."""
     pool, tried = cpu_pool(1, memory_limit=100), []
-    pool[0].memory.reserve("weights", 90)
+    pool[0].memory.reserve("weights", booked)
 
     def attempt(batches: Batches) -> None:
         tried.append((len(batches.microbatches), pool[0].memory.spare, len(forgotten)))
-        while len(tried) == 2 and pool[0].memory.has_room_to_make:
+        while copies_run_short and len(tried) == 2 and pool[0].memory.has_room_to_make:
             pool[0].make_room()
-        if len(tried) < 4:
+        if len(tried) < len(expected):
             raise DRIVER
 
     make_retry(2, pool=pool).run("training_step", torch.zeros(8, 1), split, attempt)
-    assert tried == [(2, 0, 0), (2, 5, 0), (2, 50, 1), (4, 25, 2)]
+    assert tried == expected
 
 
 def test_room_is_made_for_a_number_that_must_be_kept_and_not_where_a_step_cannot_be_run_again(make_retry: Any) -> None:
