@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..common.fingerprints import version_of
-from ..common.graphs import EngineFunction, edge_of, walk_graph
+from ..common.graphs import EngineFunction, direct_apply, edge_of, walk_graph
 from ..devices.device import Run
 from ..devices.offload import Offloaded, TravellingActivations
 from ..devices.transfer import Done, Transfer
@@ -115,7 +115,7 @@ def note_hook(tensor: Tensor) -> None:
 def _cut_slot(node: Any) -> tuple[Call, Slot] | None:
     if not isinstance(node, _CUT_NODE):
         return None
-    cut = cast(Any, node)
+    cut: Any = node
     return cut.call, cut.slot
 
 
@@ -124,32 +124,33 @@ class Receiver:
 
     If the input is an unchanged output of another call, the gradient is handed to that call directly, without a walk
     through user code; unless hooks of the user sit on the tensor, which the walk would run.
+
+    Attributes:
+        owner: the call and slot whose output the input is.
+        device: where the input is.
     """
 
-    __slots__ = ("_cut", "_edge", "device")
+    __slots__ = ("_edge", "device", "owner")
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
-        self._cut = _cut_slot(tensor.grad_fn)
-        self._edge = None if self._cut is not None else edge_of(tensor)
-        if self._cut is not None and (tensor._backward_hooks or tensor.retains_grad):
+        self.owner = _cut_slot(tensor.grad_fn)
+        self._edge = None if self.owner is not None else edge_of(tensor)
+        if self.owner is not None and (tensor._backward_hooks or tensor.retains_grad):
             note_hook(tensor)
 
     @property
     def edge(self) -> GradientEdge | None:
         """The edge of the user code graph, or None if :attr:`owner` is handed the gradient directly."""
-        if self._cut is None:
+        if self.owner is None:
             return self._edge
-        call, slot = self._cut
+        call, slot = self.owner
         return call.hooked.get(slot)
-
-    @property
-    def owner(self) -> tuple[Call, Slot] | None:
-        """The call and slot whose output the input is."""
-        return self._cut
 
 
 _CUT_NODE = Cut._backward_cls
+# Where a unit is entered and left, no function transform is active: calls inside of one are not intercepted.
+enter_graph, leave_graph = direct_apply(Entry), direct_apply(Cut)
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,9 @@ class Call:
         hooked: slots that carry hooks of the user in user code, with the edges at which the hooks sit.
         side: attributes set by user code on the unit's modules: (master module, name); their values end ``leaves``.
         autocast: state of autocast at the call: (enabled, dtype).
+        grad_mode: whether gradients were switched on at the call.
+        may_be_flagged: whether its outputs can require a gradient; also in an evaluation.
+        is_recorded: whether it may get a backward.
         is_compiled: whether it ran compiled; None before it has run.
         is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`weights.low_precision`.
         changed: indices of leaves that the unit changes in place.
@@ -231,10 +235,10 @@ class Call:
     """
 
     __slots__ = (
-        "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "draws",
-        "facts", "flagged", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over",
-        "kept", "leaves", "local", "pending", "ran", "receivers", "relayed", "relays", "samples", "side", "structure",
-        "trained", "unit", "versions",
+        "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "draws", "facts",
+        "flagged", "grad_mode", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over",
+        "is_recorded", "kept", "leaves", "local", "may_be_flagged", "pending", "ran", "receivers", "relayed",
+        "relays", "samples", "side", "structure", "trained", "unit", "versions",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], pending: PendingGradients) -> None:
@@ -253,6 +257,9 @@ class Call:
         self.side: list[list[tuple[nn.Module, str]]] = []
         self.changed: list[int] = []
         self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+        self.grad_mode = False
+        self.may_be_flagged = False
+        self.is_recorded = False
         self.is_compiled: bool | None = None
         self.is_low = False
         self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
@@ -334,12 +341,13 @@ class PendingGradients:
 
     def deliver(self, receiver: Receiver, gradient: Tensor) -> None:
         """Takes the gradient of one input of a call, on whatever device it was computed; it begins to travel."""
-        edge = receiver.edge
-        if edge is None:
-            assert receiver.owner is not None
+        if receiver.owner is not None:
             call, slot = receiver.owner
-            call.add_gradient(slot, gradient)
-            return
+            if slot not in call.hooked:
+                call.add_gradient(slot, gradient)
+                return
+        edge = receiver.edge
+        assert edge is not None
         is_there = gradient.device == receiver.device
         arriving = Done([gradient]) if is_there else self._activations.start(gradient, receiver.device, _GRADIENT)
         self._waiting.setdefault((edge.node, edge.output_nr), (edge, []))[1].append(arriving)

@@ -17,7 +17,7 @@ from ..devices.device import Device
 from ..usercode.loose_gradients import LooseGradients, run_backward
 from ..usercode.moves import moved
 from ..weights.parameters import Replica
-from .recompute import Call, Entry, Slot
+from .recompute import Call, Slot, enter_graph
 from .repeats import check_repeats
 from .unit_context import UnitContext
 from .unit_run import UnitResult, autocast_as, run_unit
@@ -42,9 +42,12 @@ def run_unit_backward(
     """
     assert call.facts is not None
     replica.has_gradients = True
-    local = call.local if leaves is None else _recompute(context, call, replica, list(leaves))
-    assert local is not None
-    check_repeats(call, local)
+    if leaves is None:
+        local = call.local
+        assert local is not None
+    else:
+        local = _recompute(context, call, replica, list(leaves))
+        check_repeats(call, local)
     roots = [local[slot] for slot in call.gradients]
     inside = context.inside
     inside.is_recomputing = True
@@ -52,7 +55,7 @@ def run_unit_backward(
         if call.facts.has_loose:
             loose.run_unit_backward(roots, gradients, replica.leaves)
         else:
-            run_backward(roots, gradients)
+            run_backward(roots, gradients, is_compiled=context.compiler is not None)
     replica.add_up()
 
 
@@ -77,7 +80,9 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
         with autocast_as(context.autocast_device, call.autocast):
             enter(call, leaves, context.anchor)
             result = run_unit(context, call, replica, leaves)
-            return add_changed(call, result, leaves)
+            if call.changed:
+                add_changed(call, result, leaves)
+            return result.slots
     finally:
         torch._C._set_grad_enabled(before)
         for copy, name, buffer in swapped:
@@ -103,7 +108,7 @@ def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
     differentiable = call.differentiable
     if differentiable:
         inputs = [leaves[i] for i in differentiable]
-        aliases = Entry.apply(call, anchor, inputs)
+        aliases = enter_graph(call, anchor, inputs)
         for i, alias in zip(differentiable, aliases, strict=True):
             leaves[i] = alias
     if len(leaves) > len(differentiable):
@@ -112,8 +117,7 @@ def enter(call: Call, leaves: list[Any], anchor: Tensor) -> None:
                 leaves[i] = leaf.detach()
 
 
-def add_changed(call: Call, result: UnitResult, given: list[Any]) -> dict[Slot, Tensor]:
-    """The slots of ``result``. Arguments that the unit changed in place are outputs too."""
+def add_changed(call: Call, result: UnitResult, given: list[Any]) -> None:
+    """Arguments that the unit changed in place are outputs too."""
     for i in call.changed:
         result.slots["input", i] = given[i]
-    return result.slots

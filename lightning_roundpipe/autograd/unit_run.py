@@ -126,11 +126,10 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     inside = context.inside
     inside.is_recomputing = relays is not None
     try:
-        with inside, _gpu_draws_seeded(context, call, replica) if draws.gpu else _NOTHING as have_drawn:
-            result, drawn, was_compiled = _forward(context, call, replica, args, kwargs, draws)
+        with inside:
+            forward = _forward_seeded if draws.gpu and here.type != "cpu" else _forward
+            result, drawn, was_compiled = forward(context, call, replica, args, kwargs, draws)
             if call.facts is None:
-                if have_drawn is not None and have_drawn():  # in whatever operator
-                    drawn = replace(drawn, gpu=True)
                 _check_containers(call, leaves, (args, kwargs, side))
     except RuntimeError as error:
         if here.type != "cpu" and "same device" in str(error):
@@ -191,15 +190,19 @@ def _of_master(
     return master, name, plain(value)
 
 
-def _gpu_draws_seeded(context: UnitContext, call: Call, replica: Replica) -> contextlib.AbstractContextManager[Any]:
-    device = replica.device.torch_device
-    if device.type == "cpu":
-        return _NOTHING
-    return gpu_generator_seeded(device, _seed(context, call))
-
-
 def _seed(context: UnitContext, call: Call) -> int:
     return derive_seed(context.state.seed, context.state.index, call.index)
+
+
+def _forward_seeded(
+    context: UnitContext, call: Call, replica: Replica, args: Any, kwargs: Any, draws: Draws
+) -> tuple[Any, Draws, bool]:
+    """:func:`_forward` of a unit that may draw on a GPU, where it is."""
+    with gpu_generator_seeded(replica.device.torch_device, _seed(context, call)) as have_drawn:
+        result, drawn, was_compiled = _forward(context, call, replica, args, kwargs, draws)
+        if call.facts is None and have_drawn():  # in whatever operator
+            drawn = replace(drawn, gpu=True)
+    return result, drawn, was_compiled
 
 
 def _forward(

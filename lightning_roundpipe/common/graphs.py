@@ -25,6 +25,12 @@ class EngineFunction(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
+def direct_apply(function: type[EngineFunction]) -> Callable[..., Any]:
+    """Its ``apply``, for where no function transform of torch can be active."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 class _Depth(threading.local):
     """Of the hooks of a thread, in versions of torch that cannot tell whether there are any."""
 

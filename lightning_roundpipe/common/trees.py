@@ -110,6 +110,8 @@ def flatten(tree: Any, leaves: list[Any]) -> Any:
 
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
     """The inverse of :func:`flatten`."""
+    if structure is _LEAF:
+        return leaves[0]
     return _build(structure, iter(leaves))
 
 

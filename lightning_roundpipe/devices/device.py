@@ -43,8 +43,6 @@ from .issue_lock import Pace
 from .memory import DeviceMemory, Passing
 from .transfer import Done, Edge, Lane, Moved, Transfer
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-
 
 class DeviceLostError(RuntimeError):
     """A device does not work any more; the message names it, and says why."""
@@ -84,6 +82,8 @@ class Device(ABC):
         self.d2h = d2h
         self.memory = memory
         self._busy = threading.Lock()
+        # Only a thread that has the compute lane takes it, so none waits for it. It is the quickest context manager.
+        self._issuing: AbstractContextManager[object] = threading.Lock()
         self.times_runs = True
         self.num_unit_runs = 0
 
@@ -114,8 +114,8 @@ class Device(ABC):
         return self._busy
 
     def issuing(self, pace: Pace) -> AbstractContextManager[object]:
-        """Open while a unit runs, within :meth:`computing`; see [Note: issue lock] in :mod:`devices.issue_lock`."""
-        return _NOTHING
+        """Open while a unit runs, with the compute lane held; see [Note: issue lock] in :mod:`devices.issue_lock`."""
+        return self._issuing
 
     def enter(self) -> None:  # noqa: B027
         """The calling thread works here from now on: a micro-batch comes, from another device or from the host."""

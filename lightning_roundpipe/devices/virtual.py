@@ -289,14 +289,15 @@ class VirtualDevice(Device):
         host = torch.device("cpu")
         h2d, d2h = (DirectLane(host) if link is None else link.lane(name, lane) for lane in ("h2d", "d2h"))
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
-        self._clock = Link.clock if link is None else link.clock
+        clock = Link.clock if link is None else link.clock
+        self._seconds = perf_counter if type(clock) is Clock else lambda: clock.now_ms() / 1e3
         self.aliases_host = link is None
         self.is_shared = self.counts_activations = link is not None
         self.has_own_speed = speed is not None
         self._speed = 1.0 if speed is None else speed
 
     def stamp(self) -> float:
-        return self._clock.now_ms() / 1e3
+        return self._seconds()
 
     def end(self, begun: float) -> float:
         if self._speed < 1:

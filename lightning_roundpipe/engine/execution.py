@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.recompute import Call, Cut, Facts, Receiver, Slot, flagged_of
+from ..autograd.recompute import Call, Facts, Receiver, Slot, flagged_of, leave_graph
 from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter
 from ..autograd.unit_context import UnitContext
@@ -65,7 +65,6 @@ def run_forward(
     replica: Replica,
     leaves: list[Any],
     *,
-    records: bool,
     key: tuple[int | None, Hashable],
     full: Callable[[Call], Replica],
 ) -> ForwardResult:
@@ -74,7 +73,6 @@ def run_forward(
     If the unit returns other tensors than its facts promise, it is run once more.
 
     Args:
-        records: whether the call may get a backward.
         key: of the facts about this call, which are ``call.facts`` if they are known: its position, and its kind.
         full: gives the unit's replica in its full form.
 
@@ -89,20 +87,20 @@ def run_forward(
         call.draws = replace(call.draws, foreign=similar is None or similar.draws.foreign)
     is_prepared = facts is None or bool(unit.written)
     before = buffers_of(replica, copies=is_prepared)
-    done = _run(context, call, replica, leaves, records)
+    done = _run(context, call, replica, leaves)
     if before and not is_prepared:
         _check_written(replica, before)
         before = []
-    if facts is not None and records and done.unit.slots.keys() != facts.slots:
+    if facts is not None and call.is_recorded and done.unit.slots.keys() != facts.slots:
         put_back(before)
         replica = full(call) if replica.is_low else replica
         call.facts = facts = None
         before = buffers_of(replica)
-        done = _run(context, call, replica, leaves, records)
+        done = _run(context, call, replica, leaves)
     if facts is None:
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
-        has_loose = records and _has_loose(context, replica, done.unit.slots.values())
+        has_loose = call.is_recorded and _has_loose(context, replica, done.unit.slots.values())
         facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose, similar)
         unit.written.update(facts.buffers)
     call.facts = facts
@@ -113,7 +111,7 @@ def run_forward(
         call.buffer_values = [(m, n, v) for m, n, v in homes if m is not None and (m, n) in unit.written]
         replica.store_buffers(written)
     call.relayed = {}
-    _take_flags(call, facts, done.unit, records)
+    _take_flags(call, facts, done.unit)
     done.outputs = without_weights(done.unit.slots, replica)
     return done
 
@@ -132,25 +130,25 @@ def _check_written(replica: Replica, before: Buffers) -> None:
         raise LateWriteError(f"unit {unit.name!r} has begun to write {', '.join(names)}, a buffer that it only read")
 
 
-def _take_flags(call: Call, facts: Facts, result: UnitResult, records: bool) -> None:
+def _take_flags(call: Call, facts: Facts, result: UnitResult) -> None:
     """Notes which slots require a gradient; what is not kept of the graph goes."""
-    if records:
+    if call.is_recorded:
         asks = call.kept or _shows_flags(facts)
         call.flagged = flagged_of(result.slots) if asks else facts.flagged
         if not call.kept:
             drop_graph(result)
-    elif _may_be_flagged(call):  # in an evaluation: there will be no backward, and the cut says so
+    elif call.may_be_flagged:  # in an evaluation: there will be no backward, and the cut says so
         call.flagged = flagged_of(result.slots)
         drop_graph(result)
     elif not (call.differentiable or any(call.trained)):
         drop_graph(result, keeps_flags=True)
 
 
-def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any], records: bool) -> ForwardResult:
+def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> ForwardResult:
     """Runs the unit once; what it changes outside itself is found, and not yet undone or brought home."""
     facts, activations = call.facts, context.activations
     label = f"inputs {call.unit.name}"
-    before = torch.is_grad_enabled()
+    before = call.grad_mode
     if replica.device.aliases_host:
         given = list(leaves)
     else:
@@ -160,11 +158,11 @@ def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any], 
     # Without the graph another kernel may be chosen than for the recomputation (fused attention looks at the mode), or
     # another function compiled: they might draw in another order.
     draws = facts is not None and facts.draws.gpu
-    is_asked = not records or call.kept or facts is None or _shows_flags(facts) or draws
-    graph = is_asked and _may_be_flagged(call)
-    if records and (context.saves_kept or not call.kept):
+    is_asked = not call.is_recorded or call.kept or facts is None or _shows_flags(facts) or draws
+    graph = is_asked and call.may_be_flagged
+    if call.is_recorded and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]
-    grad_mode = graph if records else before
+    grad_mode = graph if call.is_recorded else before
     if grad_mode is not before:
         torch._C._set_grad_enabled(grad_mode)
     try:
@@ -177,18 +175,14 @@ def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any], 
     call.changed = [i for i, version in versions.items() if version_of(arrived[i]) != version]
     if call.changed:
         _hand_back(call, leaves, arrived)
-    slots = add_changed(call, result, given)
+        add_changed(call, result, given)
+    slots = result.slots
     identity = {id(given[i]): i for i in versions}
     passed = {j: identity[id(x)] for j, x in enumerate(result.leaves) if id(x) in identity}
     done = ForwardResult(result, replica, passed, call.changed)
     if graph and facts is None:
         done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
     return done
-
-
-def _may_be_flagged(call: Call) -> bool:
-    """Whether its outputs can require a gradient; in an evaluation, too, where user code has switched gradients on."""
-    return torch.is_grad_enabled() and (bool(call.differentiable) or any(call.trained))
 
 
 def _shows_flags(facts: Facts) -> bool:
@@ -261,12 +255,12 @@ def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]
     outputs, passed = done.outputs, done.passed_through
     for slot, output in outputs.items():
         if slot in flagged and slot not in passed and (type(slot) is int or not _is_cut_elsewhere(slot)):
-            outputs[slot] = Cut.apply(call, slot, context.anchor, [output])
+            outputs[slot] = leave_graph(call, slot, context.anchor, [output])
     for i in done.changed:
         if ("input", i) in flagged:
             # Marking a tensor dirty raises its version, which saved tensors of a kept graph check; its value stays.
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(leaves[i]):
-                Cut.apply(call, ("input", i), context.anchor, leaves[i])
+                leave_graph(call, ("input", i), context.anchor, leaves[i])
 
 
 def _has_loose(context: UnitContext, replica: Replica, results: Iterable[Tensor]) -> bool:

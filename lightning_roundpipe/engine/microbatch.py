@@ -173,29 +173,34 @@ class Microbatch:
                 call.side, side_values = side_of(written)
         is_training = unit.module.training
         # From here on nothing is shared with other micro-batches until the results are written down.
-        self._lock.release(self.state)
-        take_off_mode(self.state)
+        state = self.state
+        self._lock.release(state)
+        if torch._C._len_torch_function_stack():
+            take_off_mode(state)
         try:
             leaves: list[Any] = []
             call.structure = trees.flatten_call(args, kwargs, side_values, leaves)
             call.autocast = autocast_state(self._context.autocast_device)
             call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-            records = self._training and torch.is_grad_enabled() and (bool(call.differentiable) or any(call.trained))
+            call.grad_mode = torch.is_grad_enabled()
+            call.may_be_flagged = call.grad_mode and (bool(call.differentiable) or any(call.trained))
+            call.is_recorded = self._training and call.may_be_flagged
             self._go_to_call(call, position, leaves)
-            done = self._compute(call, position, leaves, records, is_training)
+            done = self._compute(call, position, leaves, is_training)
             cut(self._context, call, done, leaves)
-            if records:
+            if call.is_recorded:
                 self._calls.append(call)
         finally:
-            put_on_mode(self.state)
-            self._lock.acquire(self.state)
+            if state.mode is not None:
+                put_on_mode(state)
+            self._lock.acquire(state)
         result, outputs, passed = done.unit, done.outputs, done.passed_through
         for attribute in result.written:
             place, value = (attribute.module, attribute.name), attribute.shown(outputs, leaves)
             if place in unit.fills:
-                fill(self._lock, self.state, unit, place, value)
+                fill(self._lock, state, unit, place, value)
             else:
-                self._lock.write(self.state, *place, value)
+                self._lock.write(state, *place, value)
         result_leaves = [
             leaves[passed[i]] if i in passed else outputs.get(i, leaf) for i, leaf in enumerate(result.leaves)
         ]
@@ -222,15 +227,13 @@ class Microbatch:
             self._move_to(stage, leaves if position is not None else [], f"inputs {call.unit.name}")
         call.kept = plan.keeps_graph[stage]
 
-    def _compute(
-        self, call: Call, position: int | None, leaves: list[Any], records: bool, is_training: bool
-    ) -> ForwardResult:
+    def _compute(self, call: Call, position: int | None, leaves: list[Any], is_training: bool) -> ForwardResult:
         """Inputs, weights, run: on the device where the micro-batch is."""
         unit, device, segment = call.unit, self.device, self._segment
         self._homes.append(device)
         given = settled(call, leaves)
         kind = (
-            self._training, records, torch.is_grad_enabled(), is_training, len(given),
+            self._training, call.is_recorded, call.grad_mode, is_training, len(given),
             tuple(call.differentiable), call.trained, call.autocast,
             tuple([x for x in given if x is None or type(x) in (bool, str)]),
         )  # fmt: skip
@@ -252,7 +255,7 @@ class Microbatch:
                 replica.load_buffers(own=call.kept, is_loaded=True)
             with device.issuing(unit.forward_pace):
                 begun = device.begin()
-                done = run_forward(self._context, call, replica, leaves, records=records, key=key, full=self._replica)
+                done = run_forward(self._context, call, replica, leaves, key=key, full=self._replica)
                 ended = device.end(begun)
             replica = done.replica
             if learns and call.buffer_values:
@@ -265,7 +268,7 @@ class Microbatch:
                 self._books.end_forward(device, call, input_bytes, booked, has_learned=learns)
             if changes_buffers and call.kept and device.aliases_host:
                 replica.load_buffers()
-            if self._is_recording and records:
+            if self._is_recording and call.is_recorded:
                 call.samples = samples_of(done.unit.slots)
             if self._is_recording:
                 self._segment.loader.free_recorded(replica)

@@ -148,11 +148,9 @@ class TracedUserCodeLock(UserCodeLock):
         super().__init__(*args)
         self._trace = trace
 
-    def _take(self) -> None:
-        if self._lock.acquire(blocking=False):
-            return
+    def _wait(self) -> None:
         started = perf_counter()
-        super()._take()
+        super()._wait()
         state = current()
         if state is not None:
             self._trace.waited(state.index, started, "the user-code lock")

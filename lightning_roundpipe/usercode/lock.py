@@ -147,16 +147,17 @@ class UserCodeLock:
         Raises:
             StepAborted: if another thread failed meanwhile.
         """
-        self._take()
+        if not self._lock.acquire(blocking=False):
+            self._wait()
         self._holder = state
         if self._current is not state:
             self._switch_to(state)
 
-    def _take(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            while not self._lock.acquire(timeout=_RECHECK_S):
-                if self._aborted():
-                    raise StepAborted
+    def _wait(self) -> None:
+        """Takes the lock, which another thread has."""
+        while not self._lock.acquire(timeout=_RECHECK_S):
+            if self._aborted():
+                raise StepAborted
 
     def release(self, state: UserCodeState) -> None:
         """Gives the lock back; does nothing if ``state`` does not hold it."""
@@ -212,7 +213,8 @@ class UserCodeLock:
             yield
             return
         with self._no_unit_running() if alone else contextlib.nullcontext():
-            self._take()
+            if not self._lock.acquire(blocking=False):
+                self._wait()
             self._exclusive = thread
             try:
                 yield
@@ -403,10 +405,8 @@ class UserCodeLock:
 _microbatch: AutogradLocal[UserCodeState] = AutogradLocal("roundpipe_microbatch")
 
 
-def current() -> UserCodeState | None:
-    """The micro-batch that the calling thread works for: its own thread, or one of autograd in a backward that it has
-    begun. None on other threads."""
-    return _microbatch.get()
+current: Callable[[], UserCodeState | None] = _microbatch.get
+"""The micro-batch that the calling thread, or that of autograd in a backward that it has begun, works for, or None."""
 
 
 @contextlib.contextmanager

@@ -62,9 +62,15 @@ def node_of(tensor: Tensor) -> Any:
     return get_gradient_edge(tensor).node
 
 
-def run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks of arguments, which cost as much as a small backward."""
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+def run_backward(roots: list[Any], gradients: list[Tensor], *, is_compiled: bool) -> None:
+    """``torch.autograd.backward`` without its checks of arguments, which cost as much as a small backward.
+
+    Args:
+        is_compiled: whether it may lead through compiled functions: on threads of autograd, torch compiles their
+            backward with the configuration of the calling thread, which is to be put there.
+    """
+    run = _engine_run_backward if is_compiled else _engine.run_backward
+    run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class LooseGradients:

@@ -64,6 +64,7 @@ class Replica:
         module: the copy that runs.
         leaves: leaf parameter of the copy -> master weight.
         is_low: whether it has the low form of the unit.
+        trained: which leaves require a gradient, by the last call of :meth:`switch`.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Replica:
         self._gradient_bytes = 0
         self._low_gradient_bytes = 0
         self._sums: dict[nn.Parameter, Tensor] = {}  # of gradients of low leaves
-        self._trained: tuple[bool, ...] = ()  # of the last call: which leaves require a gradient
+        self.trained: tuple[bool, ...] = ()
         for module in unit.members:
             copy = module.__new__(type(module))
             self._pairs.append((module, copy))
@@ -151,9 +152,7 @@ class Replica:
 
     def switch(self, trained: tuple[bool, ...]) -> None:
         """Lets these parameters require gradients; calls, also of several micro-batches, may differ in it."""
-        if self._trained == trained:
-            return
-        self._trained = trained
+        self.trained = trained
         for leaf, flag in zip(self.leaves, trained, strict=True):
             if leaf.requires_grad is not flag:
                 Tensor.requires_grad_(leaf, flag)  # unnoticed: see [Note: attribute writes]

@@ -130,7 +130,8 @@ class ReplicaCache:
             replica.load_state()
         self._num_uses += 1
         replica.last_use = self._num_uses
-        replica.switch(trained)
+        if replica.trained != trained:
+            replica.switch(trained)
         return replica
 
     def _activated(

@@ -220,14 +220,14 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             super().__init__()
             event.set()
 
-    take = UserCodeLock._take
+    wait = UserCodeLock._wait
 
-    def noted_take(self: UserCodeLock) -> None:
+    def noted_wait(self: UserCodeLock) -> None:
         event.set()
-        take(self)
+        wait(self)
 
     monkeypatch.setattr(dispatch, "_Signal", Noted)
-    monkeypatch.setattr(UserCodeLock, "_take", noted_take)
+    monkeypatch.setattr(UserCodeLock, "_wait", noted_wait)
     return event
 
 
