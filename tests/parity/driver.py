@@ -130,6 +130,15 @@ def sequential(
     return make
 
 
+def plain(make_module: MakeModule, make_data: MakeData, **common: Any) -> Run:
+    """The plain run, which has moved; tests that compare with the same one share it."""
+    key = (make_module, make_data, *((name, repr(value)) for name, value in sorted(common.items())))
+    if key not in _references:
+        _references[key] = train(make_module, make_data, **common)
+        _references[key].assert_moved()
+    return _references[key]
+
+
 def assert_parity(
     make_module: MakeModule,
     make_data: MakeData,
@@ -154,14 +163,10 @@ def assert_parity(
     Returns:
         the pipelined run.
     """
-    made_by = reference or make_module
-    key = (made_by, make_data, *((name, repr(value)) for name, value in sorted(common.items())))
-    if key not in _references:
-        _references[key] = train(made_by, make_data, **common)
-        _references[key].assert_moved()
+    expected = plain(reference or make_module, make_data, **common)
     chosen = {"devices": devices, "num_microbatches": num_microbatches, "strategy_options": strategy_options}
     run = train(make_module, make_data, **chosen, **common)
-    assert_same(run, _references[key])
+    assert_same(run, expected)
     assert min(run.watch.num_calls) >= min_calls, f"only {run.watch.num_calls} unit calls per micro-batch"
     if num_microbatches > 1:
         assert run.watch.num_devices == {devices}

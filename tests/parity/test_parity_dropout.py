@@ -85,34 +85,32 @@ class DropoutTransformer(L.LightningModule):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
 
 
-MODELS = [(DropoutInAndOutsideUnits, data), (DropoutTransformer, tokens)]
-with_models = pytest.mark.parametrize(
-    ("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS]
+@pytest.mark.parametrize(
+    ("model", "make_data", "num_microbatches"),
+    [
+        (DropoutInAndOutsideUnits, data, 1),
+        (DropoutInAndOutsideUnits, data, 5),
+        (DropoutTransformer, tokens, 5),
+    ],
 )
-
-
-@with_models
-@pytest.mark.parametrize("num_microbatches", [1, 5])
 @pytest.mark.ways("aliases")
 def test_results_are_bit_identical_for_every_number_of_devices(
     model: type[L.LightningModule], make_data: Callable[[], list[Any]], num_microbatches: int
 ) -> None:
     options = {"round_size": num_microbatches}
-    outcomes = [
-        train(model, make_data, devices=n, num_microbatches=num_microbatches, strategy_options=options)
-        for n in (1, 2, 4)
-    ]
-    assert min(outcomes[0].watch.num_calls) >= 3
-    for outcome in outcomes[1:]:
-        assert_same(outcome, outcomes[0], exact=True)
-    copies = train(
-        model,
-        make_data,
-        devices=3,
-        num_microbatches=num_microbatches,
-        strategy_options={**options, "virtual_copies": True},
+    one, four, copies = (
+        train(
+            model,
+            make_data,
+            devices=devices,
+            num_microbatches=num_microbatches,
+            strategy_options={**options, "virtual_copies": has_copies},
+        )
+        for devices, has_copies in ((1, False), (4, False), (3, True))
     )
-    assert_same(copies, outcomes[0], exact=True)
+    assert min(one.watch.num_calls) >= 3
+    assert_same(four, one, exact=True)
+    assert_same(copies, one, exact=True)
 
 
 @compat(
@@ -121,7 +119,8 @@ def test_results_are_bit_identical_for_every_number_of_devices(
     status="differs",
     note="Other random numbers than in plain Lightning; the same for any number of devices.",
 )
-@with_models
+@pytest.mark.parametrize(("model", "make_data"), [(DropoutInAndOutsideUnits, data), (DropoutTransformer, tokens)])
+@pytest.mark.ways("lazy")
 def test_the_seed_decides(model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     """Other steps and other micro-batches draw other numbers: equal rows get unequal losses."""
     repeated = [make_data()[0]] * 3

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from tests.parity.driver import assert_parity, assert_same, sequential, train
+from tests.parity.driver import assert_parity, assert_same, plain, sequential, train
 from tests.support.huggingface import (
     IGNORED,
     Task,
@@ -78,6 +78,7 @@ def with_options(pipeline: dict[str, Any], **options: Any) -> dict[str, Any]:
     "transformers BART; transformers Whisper; transformers BERT (masked language model, classification); "
     "transformers ViT; transformers BatchEncoding; PEFT LoRA",
 )
+@pytest.mark.ways("lazy")
 def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any]) -> None:
     if name == "lora":  # its wrapper hides the loss that the weight follows from
         pipeline = with_options(pipeline, loss_weight="causal_label_tokens")
@@ -87,12 +88,13 @@ def test_models_train_like_plain_lightning(name: str, pipeline: dict[str, Any]) 
         assert run.moved == {key for key, p in run.module.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.ways("lazy")
 def test_unequal_padding_needs_token_weights() -> None:
     """The batches of this file can tell token weights from sample weights, or the tests above would prove little."""
     make, data = TASKS["llama"], MODELS["llama"][1]
-    plain = train(make, data, **own_optimizer)
+    expected = plain(make, data, **own_optimizer)
     run = train(make, data, devices=2, num_microbatches=3, strategy_options={"loss_weight": "samples"}, **own_optimizer)
-    losses = [torch.stack([outputs["loss"] for outputs in each.watch.losses]) for each in (run, plain)]
+    losses = [torch.stack([outputs["loss"] for outputs in each.watch.losses]) for each in (run, expected)]
     assert not torch.allclose(*losses, rtol=1e-3)
 
 
@@ -100,7 +102,7 @@ def causal_tokens(microbatch: dict[str, Tensor]) -> float:
     return float((microbatch["labels"][:, 1:] != IGNORED).sum())
 
 
-@pytest.mark.parametrize("name", ["mixtral-auxiliary", "qwen3-moe"])
+@pytest.mark.parametrize(("name", "devices", "num_microbatches"), [("mixtral-auxiliary", 4, 5), ("qwen3-moe", 2, 1)])
 @compat(
     "Library",
     "transformers Mixtral, Qwen3-MoE (auxiliary losses)",
@@ -108,7 +110,7 @@ def causal_tokens(microbatch: dict[str, Tensor]) -> float:
     "The loss sees a micro-batch: `num_microbatches=1` takes the whole batch.",
 )
 @pytest.mark.ways("lazy")
-def test_mixture_of_experts_with_auxiliary_loss(name: str) -> None:
+def test_mixture_of_experts_with_auxiliary_loss(name: str, devices: int, num_microbatches: int) -> None:
     """The auxiliary loss couples all tokens of a batch: exact with one micro-batch, else as under accumulation."""
     data = data_of(lambda rows: dict(padded(rows)))
     assert build(name)(**data()[0]).aux_loss.requires_grad
@@ -116,16 +118,15 @@ def test_mixture_of_experts_with_auxiliary_loss(name: str) -> None:
     def make() -> Task:
         return Unlogged(build(name))
 
-    for devices, num_microbatches in ((2, 1), (4, 5)):
-        assert_parity(
-            make,
-            data,
-            devices=devices,
-            num_microbatches=num_microbatches,
-            strategy_options={"loss_weight": "causal_label_tokens"},
-            reference=sequential(make, num_microbatches, causal_tokens),
-            **own_optimizer,
-        )
+    assert_parity(
+        make,
+        data,
+        devices=devices,
+        num_microbatches=num_microbatches,
+        strategy_options={"loss_weight": "causal_label_tokens"},
+        reference=sequential(make, num_microbatches, causal_tokens),
+        **own_optimizer,
+    )
 
 
 class LateRecording(Task):
@@ -139,6 +140,7 @@ class LateRecording(Task):
         return loss + 30.0 * torch.stack([weights.pow(2).mean() for weights in output.attentions]).mean()
 
 
+@pytest.mark.ways("lazy")
 def test_recording_that_starts_in_the_middle_of_a_step() -> None:
     data = data_of(text)
 
@@ -167,32 +169,21 @@ def test_gradient_checkpointing_changes_no_result(use_reentrant: bool) -> None:
 
 # Random numbers ------------------------------------------------------------------------------------------------------
 
-DROPOUTS: list[Any] = [
-    pytest.param(partial(build, "bart", dropout=0.2, attention_dropout=0.2), padded_pairs, id="bart"),
-    pytest.param(
-        partial(adapted_qwen3, lora_dropout=0.3),
-        padded,
-        id="lora",
-        marks=compat(
-            "Library",
-            "PEFT LoRA (dropout)",
-            "differs",
-            "Other random numbers than in plain Lightning; the same for any number of devices.",
-        ),
-    ),
-]
 
-
-@pytest.mark.parametrize(("make", "batch"), DROPOUTS)
+@compat(
+    "Library",
+    "PEFT LoRA (dropout)",
+    "differs",
+    "Other random numbers than in plain Lightning; the same for any number of devices.",
+)
 @pytest.mark.ways("lazy")
-def test_dropout_does_not_depend_on_the_number_of_devices(
-    make: Callable[[], nn.Module], batch: Callable[[int], Any]
-) -> None:
+def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
+    make = partial(adapted_qwen3, lora_dropout=0.3)
     options = {"round_size": 4, "loss_weight": "label_tokens", "virtual_copies": True}
     one, four = (
         train(
             lambda: Task(make()),
-            data_of(batch),
+            data_of(padded),
             devices=devices,
             num_microbatches=4,
             strategy_options=options,
@@ -202,7 +193,7 @@ def test_dropout_does_not_depend_on_the_number_of_devices(
     )
     assert_same(four, one, exact=True)
     with torch.no_grad():
-        undisturbed = make().eval()(**data_of(batch)()[0]).loss
+        undisturbed = make().eval()(**data_of(padded)()[0]).loss
     assert (one.watch.losses[0]["loss"] - undisturbed).abs() > 1e-4
 
 

@@ -78,7 +78,7 @@ def batches() -> list[Tensor]:
     return [torch.randint(VOCABULARY, (6, TOKENS + 1)) for _ in range(3)]
 
 
-LOSSES = [whole, matmul, fused, in_pieces]
+CASES = [(whole, False), (whole, True), (matmul, False), (fused, True), (in_pieces, False)]
 
 
 @functools.cache
@@ -102,8 +102,8 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "tied"), CASES)
+@pytest.mark.ways("lazy")
 def test_weight_of_the_head_in_the_loss(
     pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, uses: list[bool], loss: Loss, tied: bool
 ) -> None:
@@ -121,6 +121,7 @@ def test_gradients_of_a_small_weight(pipeline: dict[str, Any]) -> None:
     assert_parity(maker(whole, True), batches, **pipeline)
 
 
+@pytest.mark.ways("lazy")
 def test_copies_are_used(uses: list[bool]) -> None:
     options = {"devices": 2, "num_microbatches": 3, "strategy_options": {"virtual_copies": True}}
     assert_parity(maker(whole, False), batches, **options)

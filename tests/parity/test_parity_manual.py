@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from tests.support.identical import assert_identical
-from tests.support.parity import KINDS, assert_alike, compare, fit
+from tests.support.parity import KINDS, Run, assert_alike, fit
 from tests.support.rows import compat
 
 WIDTH = 6
@@ -338,6 +339,20 @@ MODULES: list[Any] = [
 ONE = {"num_microbatches": 1}
 
 
+def run_of(kind: str, module: type[Gan], **settings: Any) -> Run:
+    # LBFGS divides by small differences of gradients: in float32 it follows the rounding.
+    precision = {"precision": "64-true"} if module is Closures else {}
+    return fit(kind, module, batches(6 if module is Accumulated else 4), seed=6, **precision, **settings)
+
+
+@functools.cache
+def plain(module: type[Gan]) -> Run:
+    """What all tests of the module compare with."""
+    run = run_of("plain", module)
+    run.assert_moved()
+    return run
+
+
 @compat(
     "LightningModule method",
     "manual_backward; optimizers; lr_schedulers; toggle_optimizer; untoggle_optimizer; clip_gradients; "
@@ -348,26 +363,18 @@ ONE = {"num_microbatches": 1}
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.ways("lazy")
 def test_equal_to_one_device(module: type[Gan]) -> None:
-    # LBFGS divides by small differences of gradients: in float32 it follows the rounding.
-    options = {"precision": "64-true"} if module is Closures else {}
-    _, ours = compare(
-        module,
-        batches(6 if module is Accumulated else 4),
-        seed=6,
-        also=lambda run: run.module.events,
-        tolerances={"rtol": 2e-4, "atol": 2e-6},
-        **options,
-    )
+    expected, ours = plain(module), run_of("roundpipe", module)
+    for one, other in ((ours.results, expected.results), (ours.module.events, expected.module.events)):
+        assert_alike(one, other, rtol=2e-4, atol=2e-6)
     # Both networks were in pipelined segments, layer by layer: a part of them would be fewer calls.
     assert min(ours.watch.num_calls[1:]) >= 8
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [Carried, Toggled, Closures, Accumulated, Reading, OwnObjects])
 @pytest.mark.ways("aliases")
 def test_one_microbatch_is_exact(module: type[Gan]) -> None:
-    plain, ours = (fit(kind, module, batches(), seed=6, **more) for kind, more in (("plain", {}), ("roundpipe", ONE)))
-    plain.assert_moved()
-    assert_identical([ours.results, ours.module.events], [plain.results, plain.module.events])
+    expected, ours = plain(module), run_of("roundpipe", module, **ONE)
+    assert_identical([ours.results, ours.module.events], [expected.results, expected.module.events])
 
 
 @pytest.mark.parametrize("where", ["by a function", "before a backward", "after the last barrier"])
@@ -397,6 +404,7 @@ def test_gradients_that_a_step_changes_are_an_error(where: str) -> None:
     fit("roundpipe", Changing, batches(), **ONE)
 
 
+@pytest.mark.ways("aliases")
 def test_a_loss_that_is_no_scalar() -> None:
     class Rows(Gan):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -411,26 +419,27 @@ def test_dropout_does_not_depend_on_the_number_of_devices() -> None:
     class Dropped(Carried):
         dropout = 0.4
 
-    one, three = (fit("roundpipe", Dropped, batches(), seed=6, devices=devices) for devices in (1, 3))
+    one, three = (run_of("roundpipe", Dropped, devices=devices) for devices in (1, 3))
     assert_alike(three.state, one.state)
-    other = fit("roundpipe", Carried, batches(), seed=6, devices=1)
-    assert not torch.equal(one.state["G.0.weight"], other.state["G.0.weight"])
+    without = plain(Carried).state["G.0.weight"]
+    assert (one.state["G.0.weight"] - without).abs().max() > 1e-3
 
 
 @compat("Migration", "checkpoints of manual optimization, both ways")
 @pytest.mark.ways("lazy")
 def test_a_training_goes_on_from_a_checkpoint_of_either(tmp_path: Path) -> None:
-    def end(first: str, second: str) -> Any:
-        path = tmp_path / f"{first}.ckpt"
-        fit(first, Carried, batches(), seed=6).trainer.save_checkpoint(path)
-        return fit(second, Carried, batches(), seed=6, max_epochs=2, fit_options={"ckpt_path": path}).results
+    def end(first: Run, second: str) -> Any:
+        path = tmp_path / f"{first.kind}.ckpt"
+        first.trainer.save_checkpoint(path)
+        return run_of(second, Carried, max_epochs=2, fit_options={"ckpt_path": path}).results
 
-    expected = end("plain", "plain")
+    expected = end(plain(Carried), "plain")
     assert expected["progress"] == (2, 2 * 2 * 4)
-    for first, second in (KINDS, KINDS[::-1]):
+    for first, second in ((plain(Carried), "roundpipe"), (run_of("roundpipe", Carried), "plain")):
         assert_alike(end(first, second), expected, rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.ways("lazy")
 def test_loss_scaling() -> None:
     """Scaled in the backward, taken out before the step; a step that overflows is skipped, and the scale halved."""
     runs, scales = [], []

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.parity.driver import assert_parity, train
-from tests.support.models import WIDTH, Block, Chain, Regression, vectors
+from tests.support.models import WIDTH, Block, Chain, Regression, padded_sequences, vectors
 
 
 class Scaled(Block):
@@ -87,6 +87,17 @@ class RegistersByAFlag(Scaled):
         if not self.has_made:
             self.register_buffer("kept", self.made(x), persistent=False)
             self.has_made = True
+        return self.kept
+
+
+class FillsABufferThatIsThere(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", None)
+
+    def scale(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.made(x)
         return self.kept
 
 
@@ -199,14 +210,6 @@ class LengthsOnTheHost(L.LightningModule):
         return F.mse_loss(self.head(x.sum(1)), y)
 
 
-def sequences() -> list[tuple[Tensor, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(12)
-    return [
-        (torch.randn(n, 5, 4, generator=generator), torch.randn(n, 2, generator=generator), 1 + torch.arange(n) % 5)
-        for n in (7, 7, 5)
-    ]
-
-
 def chain_of(block: Callable[[], nn.Module]) -> Callable[[], L.LightningModule]:
     def make() -> L.LightningModule:
         module = Chain(0)
@@ -221,26 +224,33 @@ BLOCKS: list[Callable[[], nn.Module]] = [
     KeepsSeveral,
     KeepsByAFlag,
     ReplacesWhatItKeeps,
-    RegistersABuffer,
-    RegistersByAFlag,
-    RegistersAnew,
     RemembersTheDevice,
     KnowsItsDevice,
 ]
+WITH_BUFFERS = [RegistersABuffer, RegistersByAFlag, FillsABufferThatIsThere, RegistersAnew]
 MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (MovedInAHook, vectors),
     (PassesTheDeviceOn, vectors),
     (SetsTheDevice, vectors),
-    (LengthsOnTheHost, sequences),
+    (LengthsOnTheHost, padded_sequences),
 ]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+@pytest.mark.ways("lazy")
 def test_blocks_that_keep_what_they_made(pipeline: dict[str, Any], block: Callable[[], nn.Module]) -> None:
     assert_parity(chain_of(block), vectors, **pipeline, min_calls=3)
 
 
+@pytest.mark.parametrize("block", WITH_BUFFERS, ids=lambda block: block.__name__)
+def test_blocks_that_make_a_buffer(pipeline: dict[str, Any], block: Callable[[], nn.Module]) -> None:
+    """Weights that are shared with the host have buffers that are shared with it."""
+    run = assert_parity(chain_of(block), vectors, **pipeline, min_calls=3)
+    assert all(each.kept is not None for each in run.module.blocks)
+
+
 @pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
+@pytest.mark.ways("lazy")
 def test_devices_that_models_name(
     pipeline: dict[str, Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]
 ) -> None:
@@ -258,6 +268,7 @@ class FullPrecisionLoss(Chain):
         return F.mse_loss(outputs, y)
 
 
+@pytest.mark.ways("lazy")
 def test_autocast_of_the_module_s_device_is_switched_off(pipeline: dict[str, Any]) -> None:
     run = train(FullPrecisionLoss, vectors, **pipeline, trainer_options={"precision": "bf16-mixed"})
 

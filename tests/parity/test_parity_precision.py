@@ -150,36 +150,46 @@ MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
     "encoder": (Encoder, texts),
     "lora": (Adapted, texts),
 }
+# A factor matters where losses are scaled; regions and adapters are the same in either precision.
+with_models = pytest.mark.parametrize(
+    ("precision", "model"),
+    [
+        ("bf16-mixed", "regions"),
+        ("bf16-mixed", "encoder"),
+        ("bf16-mixed", "lora"),
+        ("16-mixed", "chain"),
+        ("16-mixed", "own factor"),
+        ("16-mixed", "encoder"),
+    ],
+)
 
 
 @compat("Precision", "bf16-mixed; 16-mixed")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@with_models
 @pytest.mark.ways("aliases")
 def test_one_microbatch_is_equal_bit_for_bit(precision: str, model: str) -> None:
     make, data = MODELS[model]
-    plain = train(make, data, trainer_options=mixed(precision), steps=4)
-    ours = train(make, data, devices=2, num_microbatches=1, trainer_options=mixed(precision), steps=4)
+    plain = train(make, data, trainer_options=mixed(precision))
+    ours = train(make, data, devices=2, num_microbatches=1, trainer_options=mixed(precision))
     assert_same(ours, plain, exact=True)
     assert all(p.dtype is torch.float32 for p in ours.module.parameters())
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@with_models
 @pytest.mark.ways("lazy")
 def test_microbatches_are_equal_to_plain_training_on_them_one_by_one(precision: str, model: str) -> None:
     make, data = MODELS[model]
-    plain = train(sequential(make, 2), data, trainer_options=mixed(precision), steps=4)
-    ours = train(make, data, devices=2, num_microbatches=2, trainer_options=mixed(precision), steps=4)
+    plain = train(sequential(make, 2), data, trainer_options=mixed(precision))
+    ours = train(make, data, devices=2, num_microbatches=2, trainer_options=mixed(precision))
     assert_same(ours, plain)
 
 
 # --- loss scaling ----------------------------------------------------------------------------------------------------
 
 # Overflows at the beginning, grows often, and meets a batch with a huge loss, and one that is not a number.
-SCALER = {"init_scale": 2.0**22, "growth_interval": 2}
-BOOSTS = {4: 1e5, 8: float("nan")}
-DATA = 14
+SCALER = {"init_scale": 2.0**19, "growth_interval": 2}
+BOOSTS = {4: 1e5, 7: float("nan")}
+DATA = 10
 
 
 def long_data() -> list[tuple[Tensor, ...]]:
@@ -188,18 +198,16 @@ def long_data() -> list[tuple[Tensor, ...]]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulate": {"accumulate_grad_batches": 3},  # not a power of two
-    "clip-norm": {"gradient_clip_val": 0.02},
-    "clip-value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+    # Of a number of batches that is not a power of two.
+    "accumulate and clip": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.02},
     # Takes out the scale itself.
     "fused": {},
 }
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.ways("lazy")
-def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(setting: str, num_microbatches: int) -> None:
+def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(setting: str) -> None:
     """With several micro-batches as well, where no micro-batch overflows but their sum would in float16."""
     options = SETTINGS[setting]
     make = partial(MixedChain, BOOSTS)
@@ -209,7 +217,7 @@ def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(setting: s
             return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
         return sgd(parameters, lr=0.05, momentum=0.9)
 
-    runs = [
+    plain, ours, in_four = (
         train(
             make,
             long_data,
@@ -218,20 +226,19 @@ def test_the_scale_and_the_skipped_steps_are_those_of_plain_lightning(setting: s
             optimizer=optimizer,
             trainer_options={**mixed("16-mixed", **SCALER), **options},
         )
-        for kind in ({}, {"devices": 2, "num_microbatches": num_microbatches})
-    ]
-    plain, ours = runs
+        for kind in ({}, {"devices": 2, "num_microbatches": 1}, {"devices": 2, "num_microbatches": 4})
+    )
     scales = plain.module.scales
     assert ours.module.scales == scales
+    assert in_four.module.scales == scales
     assert len(set(scales)) > 3
     assert any(b < a for a, b in pairwise(scales)), "steps were skipped"
     assert any(b > a for a, b in pairwise(scales))
-    if num_microbatches == 1:
-        assert_same(ours, plain, exact=True)
-    else:
-        assert difference(ours.state, plain.state) < 1e-2 * difference(plain.state, plain.start)
+    assert_same(ours, plain, exact=True)
+    assert difference(in_four.state, plain.state) < 1e-2 * difference(plain.state, plain.start)
 
 
+@pytest.mark.ways("lazy")
 def test_small_gradients_survive() -> None:
     """Without a scale inside the pipeline they would vanish in float16: the last layer's are about 1e-9."""
     boosts = dict.fromkeys(range(DATA), 1e-8)
@@ -253,6 +260,7 @@ def test_small_gradients_survive() -> None:
 
 
 @pytest.mark.parametrize("kinds", [("roundpipe", "plain"), ("plain", "roundpipe")], ids=" to ".join)
+@pytest.mark.ways("lazy")
 def test_a_checkpoint_brings_the_scale_along(kinds: tuple[str, str], tmp_path: Path) -> None:
     class Fitting(MixedChain):
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -271,6 +279,7 @@ def test_a_checkpoint_brings_the_scale_along(kinds: tuple[str, str], tmp_path: P
     assert saved["scale"] == whole.module.scales[6]
 
 
+@pytest.mark.ways("lazy")
 def test_a_scaler_for_gpus_keeps_its_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's own on GPUs: it follows the loss, which is on the host, as are the weights."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)

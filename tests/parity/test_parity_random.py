@@ -23,6 +23,7 @@ def settings_for(seed: int) -> dict[str, Any]:
         "accumulate_grad_batches": draw.choice([1, 1, 2]),
         "gradient_clip_val": draw.choice([None, None, 0.5]),
         "max_epochs": 2,
+        "max_steps": 3,
         "options": {
             "virtual_copies": draw.random() < 0.5,
             "optimizer_overlap": draw.choice(["exact", "off"]),

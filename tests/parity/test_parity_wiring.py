@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.parity.driver import assert_parity, train
-from tests.support.models import WIDTH, Block, Chain, Regression, vectors
-
-
-def sequences() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(12)
-    return [(torch.randn(n, 5, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (7, 7, 5)]
+from tests.support.models import WIDTH, Block, Chain, Regression, padded_sequences, sequences, vectors
 
 
 def tokens() -> list[tuple[Tensor, Tensor]]:
@@ -29,10 +24,6 @@ def tokens() -> list[tuple[Tensor, Tensor]]:
         (torch.randint(11, (n, 5), generator=generator), torch.randint(11, (n, 5), generator=generator))
         for n in (7, 7, 5)
     ]
-
-
-def padded_sequences() -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [(x, y, 1 + torch.arange(len(x)) % 5) for x, y in sequences()]
 
 
 class SkipsOverSeveralUnits(Regression):
@@ -287,28 +278,6 @@ class UnusedParameters(Chain):
         return self.head(self.blocks[3](x.detach()) + x)
 
 
-class _Scaled(Block):
-    """Makes its buffer when it is called for the first time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None:
-            self.scale = torch.full((WIDTH,), 0.5, device=x.device)
-        return super().forward(x * self.scale)
-
-
-class BuffersMadeInTheForward(Chain):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.blocks = nn.ModuleList(_Scaled() for _ in range(4))
-
-    def on_train_end(self) -> None:
-        assert all(block.scale is not None for block in self.blocks)
-
-
 class NestedStack(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -355,17 +324,18 @@ MODELS: list[tuple[type[L.LightningModule], Callable[[], list[Any]]]] = [
     (FrozenAtFirst, vectors),
     (Teacher, vectors),
     (UnusedParameters, vectors),
-    (BuffersMadeInTheForward, vectors),
     (NestedContainers, vectors),
 ]
 
 
 @pytest.mark.parametrize(("model", "make_data"), [pytest.param(*entry, id=entry[0].__name__) for entry in MODELS])
+@pytest.mark.ways("lazy")
 def test_wiring(pipeline: dict[str, Any], model: type[L.LightningModule], make_data: Callable[[], list[Any]]) -> None:
     assert_parity(model, make_data, **pipeline, min_calls=3)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*is deprecated")
+@pytest.mark.ways("lazy")
 def test_a_traced_unit(pipeline: dict[str, Any], way_to_copy: str) -> None:
     """Its weights are where TorchScript has them, which is the host."""
     if way_to_copy != "accelerator":
@@ -386,6 +356,7 @@ class HookForGood(Chain):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.ways("lazy")
 def test_a_hook_that_a_step_leaves_is_itself_in_copies() -> None:
     run = train(HookForGood, vectors, devices=2, num_microbatches=3)
 

@@ -23,6 +23,17 @@ def vectors(*sizes: int, seed: int = 11) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in rows]
 
 
+def sequences() -> list[tuple[Tensor, Tensor]]:
+    """The same for recurrent layers."""
+    generator = torch.Generator().manual_seed(12)
+    return [(torch.randn(n, 5, 4, generator=generator), torch.randn(n, 2, generator=generator)) for n in (7, 7, 5)]
+
+
+def padded_sequences() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """With lengths."""
+    return [(x, y, 1 + torch.arange(len(x)) % 5) for x, y in sequences()]
+
+
 def six_vectors() -> list[tuple[Tensor, Tensor]]:
     """For three steps of two batches each."""
     return vectors(7, 7, 5, 6, 6, 4)
