@@ -40,7 +40,7 @@ class Outcome:
 
 def run(*trainer: str) -> L.Trainer:
     """By the command line, with the configuration file of the project and little data."""
-    smaller = ["--data.limit=60", "--data.vocab_size=384"]
+    smaller = ["--data.limit=60", "--data.vocab_size=384", "--data.max_text_tokens=24", "--data.max_summary_tokens=6"]
     return summarisation.main(
         ["fit", "--config", str(FOLDER / "config.yaml"), "--model.dropout=0", *smaller, *trainer]
     ).trainer

@@ -56,12 +56,17 @@ def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_learning_rate() -> None:
     """By the tuner and by the callback: the same curve, the same suggestion, the same training after it."""
 
+    def make() -> Tuned:
+        module = Tuned(batch_size=4, rows=60)
+        module.val_dataloader = lambda: make_loader(8)  # all of it is validated on in a search
+        return module
+
     def act(kind: str) -> Any:
-        module = Tuned(rows=120)
+        module = make()
         finder = Tuner(make_trainer(kind)).lr_find(module, max_lr=0.5, num_training=15)
         tuned = [finder.results, finder.suggestion(), module.learning_rate, dict(module.state_dict())]
         callback = LearningRateFinder(max_lr=0.5, num_training_steps=15, mode="linear", attr_name="learning_rate")
-        module, trainer = Tuned(rows=120), make_trainer(kind, callbacks=[callback])
+        module, trainer = make(), make_trainer(kind, callbacks=[callback])
         trainer.fit(module)
         assert module.learning_rate == callback.optimal_lr.suggestion() != 0.01
         assert len(finder.results["loss"]) == 15
@@ -91,18 +96,17 @@ def test_batch_size_up_to_the_number_of_rows() -> None:
 LIMIT = 2600  # bytes, of which weights and gradients of a block take 336
 
 
-def limited(num_microbatches: Any = 4, **settings: Any) -> Any:
+def limited(num_microbatches: int | str = 4, **settings: Any) -> Any:
     """A trainer whose two devices have little memory."""
     options = {"virtual_copies": True, "device_memory_limit": LIMIT}
     return make_trainer(options=options, num_microbatches=num_microbatches, max_steps=1, **settings)
 
 
-@pytest.mark.parametrize("num_microbatches", [4, "auto"])
 @compat("Callback", "BatchSizeFinder")
-def test_the_limit_is_found(num_microbatches: Any) -> None:
+def test_the_limit_is_found() -> None:
     """The size that is found fits as it is; for the next larger one the step has to be run again."""
     callback = BatchSizeFinder("binsearch", steps_per_trial=1, init_val=8, **known(BatchSizeFinder, margin=0.0))
-    module, trainer = Tuned(rows=1024), limited(num_microbatches, limit_val_batches=0, callbacks=[callback])
+    module, trainer = Tuned(rows=1024), limited("auto", limit_val_batches=0, callbacks=[callback])
     trainer.fit(module)
     found = callback.optimal_batch_size
     assert found == module.batch_size == module.sizes[-1]

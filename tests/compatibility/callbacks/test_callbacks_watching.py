@@ -92,8 +92,7 @@ def test_early_stopping_of_every_kind() -> None:
 
 
 @compat("Callback", "Timer")
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_timer(monkeypatch: pytest.MonkeyPatch, interval: str) -> None:
+def test_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second per batch."""
     seconds = [0.0]
 
@@ -106,13 +105,13 @@ def test_timer(monkeypatch: pytest.MonkeyPatch, interval: str) -> None:
     monkeypatch.setattr("lightning.pytorch.callbacks.timer.time", SimpleNamespace(monotonic=lambda: seconds[0]))
 
     def act(kind: str) -> Any:
-        timer = Timer(duration={"seconds": 7}, interval=interval)
+        timer = Timer(duration={"seconds": 7})
         trainer = make_trainer(kind, max_epochs=9, callbacks=[Tick(), timer])
         trainer.fit(Watched(), make_loader(), make_loader(10, 5))
         times = [timer.time_elapsed("train"), timer.time_elapsed("validate"), timer.time_remaining("train")]
         return [trainer.global_step, *times, timer.state_dict()]
 
-    assert both(act)[:2] == ([5, 9.0] if interval == "step" else [6, 10.0])
+    assert both(act)[:2] == [5, 9.0]
 
 
 @compat("Callback", "SpikeDetection")

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.parity import both, both_refuse, compare, fit, make_loader, make_trainer
+from tests.support.parity import COPIES, both, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -55,62 +55,30 @@ class ChangesGradients(Small):
             self.body[1][0].bias.clamp_(-0.2, 0.2)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @compat("LightningModule hook", "on_before_backward; on_after_backward; on_before_optimizer_step; on_before_zero_grad")
 @compat("Misuse", "weights changed in hooks that run once per batch")
-def test_hooks_that_change_gradients_and_weights(accumulate: int) -> None:
-    settings = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+def test_hooks_that_change_gradients_and_weights() -> None:
+    """Callbacks that do it are in test_callbacks_own.py."""
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     compare(ChangesGradients, also=lambda run: run.module.notes, **settings)
-
-
-class DropsGradients(L.Callback):
-    """The same from a callback."""
-
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pl_module.head.weight.grad.clamp_(-0.01, 0.01)
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        for parameter in list(pl_module.parameters())[::3]:
-            parameter.grad = None
-
-    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        optimizer.state.clear()
-
-
-@compat("Callback hook", "on_after_backward; on_before_optimizer_step; on_before_zero_grad")
-def test_callbacks_that_change_gradients() -> None:
-    compare(Small, callbacks=lambda: [DropsGradients()], max_epochs=2)
 
 
 # --- overrides of the optimizer step -----------------------------------------------------------------------------
 
 
-def _warms_up(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-    scale = min(1.0, (self.trainer.global_step + 1) / 4)
-    optimizer.step(closure=optimizer_closure)
-    optimizer.param_groups[0]["lr"] = 0.1 * scale
-
-
 def _skips_every_other(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-    if batch_idx % 2:
+    """The learning rate is set after a step whose update is still under way: neither the first nor the last one is."""
+    if batch_idx % 2 == 0:
         optimizer_closure()
     else:
         optimizer.step(closure=optimizer_closure)
-
-
-def _calls_the_closure_twice(
-    self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-) -> None:
-    first = optimizer_closure()
-    with torch.no_grad():
-        self.head.bias += first
-    optimizer.step(closure=optimizer_closure)
+        optimizer.param_groups[0]["lr"] = 0.1 * (self.trainer.global_step + 1) / 4
 
 
 def _sharpness_aware(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
     """Two backwards per batch: at the weights, and where the loss is higher."""
-    optimizer_closure()
-    moves = [(p, 0.1 * p.grad.clone()) for p in self.parameters()]
+    loss = optimizer_closure()
+    moves = [(p, loss * 0.1 * p.grad.clone()) for p in self.parameters()]
     with torch.no_grad():
         for parameter, move in moves:
             parameter += move
@@ -129,14 +97,14 @@ def _without_gradients_around_it(
     super(type(self), self).optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
 
-STEPS = [_warms_up, _skips_every_other, _calls_the_closure_twice, _sharpness_aware, _without_gradients_around_it]
+STEPS = [_skips_every_other, _sharpness_aware, _without_gradients_around_it]
 
 
 @pytest.mark.parametrize("override", STEPS, ids=lambda override: override.__name__)
 @compat("LightningModule hook", "optimizer_step")
 def test_optimizer_step_overrides(override: Any) -> None:
     make = type("Learns", (Small,), {"optimizer_step": override})
-    compare(make, also=lambda run: run.trainer.fit_loop.epoch_loop.state_dict())
+    compare(make, max_epochs=2, also=lambda run: run.trainer.fit_loop.epoch_loop.state_dict())
 
 
 def test_a_closure_that_is_never_called_is_the_error_of_plain() -> None:
@@ -161,18 +129,14 @@ def test_gradients_that_are_never_zeroed_add_up() -> None:
 # --- overrides of the backward -----------------------------------------------------------------------------------
 
 
-def _keeps_the_graph(self: Any, loss: Tensor) -> None:
-    L.LightningModule.backward(self, loss, retain_graph=True)
-
-
 def _creates_a_graph(self: Any, loss: Tensor) -> None:
-    loss.backward(create_graph=True)
+    L.LightningModule.backward(self, loss, create_graph=True)
     for parameter in self.parameters():
         parameter.grad = parameter.grad.detach()
 
 
-def _adds_a_term(self: Any, loss: Tensor) -> None:
-    (0.5 * loss + 0.1 * self.head.weight.square().sum()).backward()
+def _weighs_by_the_loss_and_adds_a_term(self: Any, loss: Tensor) -> None:
+    (0.5 * loss.square() + 0.1 * self.head.weight.square().sum()).backward()
 
 
 def _asks_for_gradients(self: Any, loss: Tensor) -> None:
@@ -181,27 +145,19 @@ def _asks_for_gradients(self: Any, loss: Tensor) -> None:
         parameter.grad = gradient.sign() * gradient.abs().sqrt()
 
 
-def _only_for_the_head(self: Any, loss: Tensor) -> None:
-    loss.backward(inputs=list(self.head.parameters()))
-
-
-def _weighs_by_the_loss(self: Any, loss: Tensor) -> None:
-    loss.square().backward()
-
-
-def _not_every_time(self: Any, loss: Tensor) -> None:
-    if self.trainer.fit_loop.batch_idx != 1:
+def _for_all_for_nothing_and_for_the_head(self: Any, loss: Tensor) -> None:
+    batch_idx = self.trainer.fit_loop.batch_idx
+    if batch_idx == 0:
         loss.backward()
+    elif batch_idx == 2:
+        loss.backward(inputs=list(self.head.parameters()))
 
 
 BACKWARDS = [
-    _keeps_the_graph,
     _creates_a_graph,
-    _adds_a_term,
+    _weighs_by_the_loss_and_adds_a_term,
     _asks_for_gradients,
-    _only_for_the_head,
-    _weighs_by_the_loss,
-    _not_every_time,
+    _for_all_for_nothing_and_for_the_head,
 ]
 
 
@@ -283,7 +239,7 @@ class CallsTwice(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "LBFGS with line search": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
+    "LBFGS with line search": lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
     "of the user": lambda p: CallsTwice(p, lr=0.01),
 }
 
@@ -307,8 +263,9 @@ def test_more_optimizers(name: str) -> None:
     compare(Learns, precision="64-true", also=lambda run: run.module.num_steps)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_sparse_gradients(accumulate: int) -> None:
+def test_sparse_gradients() -> None:
+    """Also added up, over batches."""
+
     class Words(Small):
         def __init__(self) -> None:
             super().__init__()
@@ -326,18 +283,21 @@ def test_sparse_gradients(accumulate: int) -> None:
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             assert self.words.weight.grad.is_sparse
 
-    compare(Words, accumulate_grad_batches=accumulate)
+    compare(Words, accumulate_grad_batches=2)
 
 
 def test_freezing_and_unfreezing_between_batches() -> None:
-    """Also while gradients are accumulated; the optimizer moves what is frozen by its momentum, in both."""
+    """Also while gradients are accumulated; the optimizer moves what is frozen by its momentum, in both.
+
+    Devices keep frozen weights from step to step, and must not keep those that are trained again.
+    """
 
     class Thaws(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.body[:2].requires_grad_(batch_idx % 2 == 1)
             self.head.bias.requires_grad_(batch_idx != 1)
 
-    compare(Thaws, max_epochs=2, accumulate_grad_batches=2)
+    compare(Thaws, max_epochs=2, accumulate_grad_batches=2, ours=COPIES)
 
 
 # --- what configure_optimizers returns ---------------------------------------------------------------------------
@@ -351,7 +311,7 @@ class Doubling:
 
     def step(self, epoch: int) -> None:
         self.num_steps += 1
-        self.optimizer.param_groups[0]["lr"] = 0.01 * 2**self.num_steps + 0.001 * epoch
+        self.optimizer.param_groups[0]["lr"] *= 2 + 0.1 * epoch
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_steps}
@@ -360,30 +320,11 @@ class Doubling:
         self.num_steps = state["num_steps"]
 
 
-def _step_lr(optimizer: Any, gamma: float = 0.5) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=gamma)
-
-
-FORMS: dict[str, Callable[[Any], Any]] = {
-    "two schedulers": lambda o: (
-        [o],
-        [{"scheduler": _step_lr(o), "interval": "step", "frequency": 2}, {"scheduler": _step_lr(o, 0.9), "name": "b"}],
-    ),
-    "a logged value per step": lambda o: {
-        "optimizer": o,
-        "lr_scheduler": {
-            "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10),
-            "monitor": "loss",
-            "interval": "step",
-        },
-    },
-    "not torch's": lambda o: ([o], [{"scheduler": Doubling(o), "interval": "step"}]),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
 @compat("LightningModule hook", "configure_optimizers; lr_scheduler_step")
-def test_forms_of_configure_optimizers(form: str) -> None:
+def test_schedulers_of_all_kinds() -> None:
+    """Per step and per epoch, by a logged value, and one that is not torch's."""
+    kinds = torch.optim.lr_scheduler
+
     class Learns(Small):
         rates: tuple[float, ...] = ()
 
@@ -393,7 +334,14 @@ def test_forms_of_configure_optimizers(form: str) -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return FORMS[form](torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            plateau = kinds.ReduceLROnPlateau(optimizer, patience=0)
+            return [optimizer], [
+                {"scheduler": kinds.StepLR(optimizer, 1, gamma=0.5), "interval": "step", "frequency": 2},
+                {"scheduler": kinds.StepLR(optimizer, 1, gamma=0.9), "name": "b"},
+                {"scheduler": plateau, "monitor": "loss", "interval": "step"},
+                {"scheduler": Doubling(optimizer), "interval": "step"},
+            ]
 
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
             if isinstance(scheduler, Doubling):
@@ -406,7 +354,8 @@ def test_forms_of_configure_optimizers(form: str) -> None:
 
     plain, ours = compare(Learns, max_epochs=2)
     assert ours.module.rates == plain.module.rates
-    assert len(set(plain.module.rates)) > 1
+    assert len(set(plain.module.rates)) > 4
+    assert plain.results["schedulers"][2]["best"] < 10, "the logged loss has come to the scheduler, and is compared"
 
 
 def test_no_optimizer_at_all() -> None:

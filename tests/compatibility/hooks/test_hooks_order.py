@@ -196,18 +196,15 @@ def interrupt(session: Session) -> None:
     session.recording.forget_rows_of_the_last_step()
 
 
-def skip_the_rest_of_an_epoch(session: Session) -> None:
-    class Skips(Everything):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 2 and self.current_epoch == 0 else None
+def skip_and_stop(session: Session) -> None:
+    """A step without a loss, the rest of the first epoch skipped, and an end in the middle of the second one."""
 
-    session.trainer(max_epochs=2).fit(session.module(Skips))
-
-
-def stop(session: Session) -> None:
     class Stops(Everything):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 3 and self.current_epoch == 0 else None
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.trainer.should_stop = batch_idx == 1
+            self.trainer.should_stop = batch_idx == 1 and self.current_epoch == 1
             return None if batch_idx == 0 else super().training_step(batch, batch_idx)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +243,7 @@ def optimize_manually(session: Session) -> None:
             second = torch.optim.Adam(self.head.parameters(), lr=0.01, eps=1e-4)
             return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.7)]
 
-    session.trainer(max_epochs=2).fit(session.module(Manual), session.datamodule())
+    session.trainer(max_epochs=1).fit(session.module(Manual), session.datamodule())
 
 
 SCENARIOS: list[Callable[[Session], None]] = [
@@ -256,8 +253,7 @@ SCENARIOS: list[Callable[[Session], None]] = [
     evaluate,
     fail,
     interrupt,
-    skip_the_rest_of_an_epoch,
-    stop,
+    skip_and_stop,
 ]
 
 

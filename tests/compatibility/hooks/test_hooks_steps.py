@@ -37,12 +37,8 @@ def only_the_batch(self: Any, batch: Any) -> Any:
     return self.loss(batch)
 
 
-def other_names(self: Any, rows: Any, number: int) -> Any:
-    return self.loss(rows) * (1 + number)
-
-
-def with_defaults(self: Any, batch: Any, batch_idx: int = 7, scale: float = 0.5) -> Any:
-    return self.loss(batch) * (scale + batch_idx)
+def other_names_and_a_default(self: Any, rows: Any, number: int, scale: float = 0.5) -> Any:
+    return self.loss(rows) * (scale + number)
 
 
 def any_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,23 +46,18 @@ def any_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.loss(args[0]) * len(args)
 
 
-@pytest.mark.parametrize("step", [only_the_batch, other_names, with_defaults, any_arguments])
+@pytest.mark.parametrize("step", [only_the_batch, other_names_and_a_default, any_arguments])
 @compat("LightningModule hook", "training_step (any signature)")
 def test_signatures_of_training_step(step: Any) -> None:
     compare(with_step(step))
-
-
-def missing_default(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
-    return self.loss(batch)
 
 
 def only_by_name(self: Any, batch: Any, *, batch_idx: int) -> Any:
     return self.loss(batch)
 
 
-@pytest.mark.parametrize("step", [missing_default, only_by_name])
-def test_signatures_that_plain_does_not_call_raise_the_same_error(step: Any) -> None:
-    both_refuse(lambda kind: make_trainer(kind).fit(with_step(step)(), make_loader()), TypeError, "argument")
+def test_a_signature_that_plain_does_not_call_raises_the_same_error() -> None:
+    both_refuse(lambda kind: make_trainer(kind).fit(with_step(only_by_name)(), make_loader()), TypeError, "argument")
 
 
 class Evaluates(Small):
@@ -116,23 +107,29 @@ def test_signatures_of_evaluation_steps(module: Any) -> None:
 # --- results -----------------------------------------------------------------------------------------------------
 
 
-RESULTS: dict[str, Callable[[Tensor, int], Any]] = {
-    "always None": lambda loss, batch_idx: None,
-    "None at first": lambda loss, batch_idx: loss if batch_idx else None,
-    "None at last": lambda loss, batch_idx: None if batch_idx == 2 else {"loss": loss},
-    "nothing to learn": lambda loss, batch_idx: loss * 0.0,
-    "a dict with things": lambda loss, batch_idx: {"note": None, "loss": loss, "text": "a", "n": batch_idx},
+# What the step returns for each of three batches.
+RESULTS: dict[str, list[Callable[[Tensor], Any]]] = {
+    "always None": [lambda loss: None] * 3,
+    "None, a dict with things, nothing to learn": [
+        lambda loss: None,
+        lambda loss: {"note": None, "loss": loss, "text": "a", "n": 2},
+        lambda loss: loss * 0.0,
+    ],
+    "a loss, a dict, None": [lambda loss: loss, lambda loss: {"loss": loss}, lambda loss: None],
 }
+ALWAYS, AT_FIRST, AT_LAST = RESULTS
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize(
+    ("result", "accumulate"), [(ALWAYS, 1), (AT_FIRST, 1), (AT_FIRST, 2), (AT_LAST, 1), (AT_LAST, 2)]
+)
 @compat("LightningModule hook", "training_step (returns None)")
 def test_results_of_training_step(result: str, accumulate: int) -> None:
     """Also what hooks are given: momentum moves the weights in skipped steps as well, or does not, in both."""
-    make = with_step(lambda self, batch, batch_idx: RESULTS[result](self.loss(batch), batch_idx))
-    both(lambda kind: fit(kind, make, make_loader(), accumulate_grad_batches=accumulate).results)
+    make = with_step(lambda self, batch, batch_idx: RESULTS[result][batch_idx](self.loss(batch)))
+    found = both(lambda kind: fit(kind, make, make_loader(), accumulate_grad_batches=accumulate).results)
+    assert (found["optimizers"][0]["state"] == {}) == (result == ALWAYS), "there is momentum if there was a loss"
 
 
 @pytest.mark.parametrize("extra", [False, True])
@@ -153,7 +150,7 @@ def test_none_for_some_micro_batches(extra: bool) -> None:
 
     ours = {"num_microbatches": 6, "options": {"loss_weight": "sum"}}
     # The rows of some micro-batches are a list, which callbacks see.
-    compare(with_step(filters), max_epochs=2, ours=ours, but_for=["losses"] if extra else [])
+    compare(with_step(filters), ours=ours, but_for=["losses"] if extra else [])
     assert 0 in seen
 
 
@@ -286,17 +283,18 @@ def test_random_numbers_of_several_closures() -> None:
     assert len(set(ours)) == 3
 
 
-@pytest.mark.parametrize("every", [1, 2])
 @compat(
     "Misuse",
     "a scheduler stepped in `training_step` of automatic optimization",
     "refused",
     'Use `"interval": "step"`, a hook, or manual optimization.',
 )
-def test_schedulers_stepped_in_a_step(every: int) -> None:
+def test_schedulers_stepped_in_a_step() -> None:
+    """Not only in the first step."""
+
     class Steps(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if (batch_idx + 1) % every == 0:
+            if batch_idx:
                 self.lr_schedulers().step()
             return super().training_step(batch, batch_idx)
 
@@ -308,4 +306,78 @@ def test_schedulers_stepped_in_a_step(every: int) -> None:
         make_trainer().fit(Steps(), make_loader())
     trainer = make_trainer(num_microbatches=1)
     trainer.fit(Steps(), make_loader())
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3 // every + 1
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2 + 1
+
+
+# --- a step that freezes and unfreezes modules: each micro-batch has the flags that it has set --------------------
+
+
+PIPELINES = [{"devices": 1, "num_microbatches": 1}, {"devices": 2, "num_microbatches": 3}]
+
+
+def _frozen_for_one_of_three_losses(module: Any, batch: Any) -> Tensor:
+    """Before the frozen forward and after it the same blocks are trained."""
+    loss = 0.1 * module(batch[0]).square().mean()
+    module.body[:3].requires_grad_(False)
+    loss = loss + module.loss(batch)
+    module.body[:3].requires_grad_(True)
+    return loss + 0.1 * module(batch[0]).abs().mean()
+
+
+def _weights_frozen_for_the_forward(module: Any, batch: Any) -> Tensor:
+    for block in module.body:
+        block[0].weight.requires_grad = False
+    loss = module.loss(batch)
+    for block in module.body:
+        block[0].weight.requires_grad = True
+    return loss
+
+
+def _frozen_by_turns(module: Any, batch: Any) -> Tensor:
+    """And left so: hooks, the update and the next step find the flags."""
+    module.body[::2].requires_grad_(module.global_step % 2 == 0)
+    module.head.weight.requires_grad = module.global_step % 2 == 1
+    return module.loss(batch)
+
+
+LOSSES: list[Callable[[Any, Any], Tensor]] = [
+    _frozen_for_one_of_three_losses,
+    _weights_frozen_for_the_forward,
+    _frozen_by_turns,
+]
+
+
+def _in_turns(self: Any, batch: Any, batch_idx: int) -> None:
+    body, head = self.optimizers()
+    self.body.requires_grad_(False)
+    head.zero_grad()
+    self.manual_backward(self.loss(batch))
+    head.step()
+    self.body.requires_grad_(True)
+    self.head.requires_grad_(False)
+    body.zero_grad()
+    self.manual_backward(_frozen_for_one_of_three_losses(self, batch))
+    body.step()
+    self.head.requires_grad_(True)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=["one", "three"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@compat("LightningModule hook", "training_step (freezes and unfreezes)")
+def test_freezing_in_a_step(pipeline: dict[str, int], loss: Any) -> None:
+    make = type("Learns", (Small,), {"training_step": lambda self, batch, batch_idx: loss(self, batch)})
+    compare(make, max_epochs=2, ours=pipeline)
+
+
+def test_freezing_by_hand_in_manual_optimization() -> None:
+    class Turns(Small):
+        training_step = _in_turns
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.body, self.head)]
+
+    compare(Turns, max_epochs=2)

@@ -35,24 +35,12 @@ def plainly(self: Small, batch: Any) -> Any:
     return optimized(self, batch, lambda loss: loss.backward())
 
 
-def manually(self: Small, batch: Any) -> Any:
-    return optimized(self, batch, self.manual_backward)
-
-
-def without_result(self: Small, batch: Any) -> None:
-    plainly(self, batch)
-
-
-def twice(self: Small, batch: Any) -> Any:
+def for_all_and_for_the_head(self: Small, batch: Any) -> Any:
     def backward(loss: Tensor) -> None:
         loss.backward(retain_graph=True)
-        (loss * 0.5).backward()
+        (loss * 0.5).backward(inputs=list(self.head.parameters()))
 
     return optimized(self, batch, backward)
-
-
-def for_the_head(self: Small, batch: Any) -> Any:
-    return optimized(self, batch, lambda loss: loss.backward(inputs=list(self.head.parameters())))
 
 
 def in_a_closure(self: Small, batch: Any) -> Any:
@@ -76,9 +64,6 @@ def beside_units(self: Small, batch: Any) -> Any:
 
 def automatically(self: Small, batch: Any) -> Any:
     return self.loss(batch)
-
-
-BACKWARDS = (plainly, manually, without_result, twice, for_the_head, in_a_closure, beside_units)
 
 
 class ByHand(Small):
@@ -117,34 +102,38 @@ class Pulls(ByHand):
 
 
 @compat("LightningModule method", "manual_backward (and `loss.backward()`)")
-@pytest.mark.parametrize(("step", "ours"), [*((step, {}) for step in BACKWARDS), (plainly, COPIES)])
+@pytest.mark.parametrize(
+    ("step", "ours"), [(plainly, COPIES), (for_all_and_for_the_head, {}), (in_a_closure, {}), (beside_units, {})]
+)
 def test_backwards_of_losses(step: Any, ours: dict[str, Any]) -> None:
     compare(lambda: ByHand(step), max_epochs=2, ours=ours)
     assert torch.Tensor.backward.__module__ == "torch._tensor"
 
 
+class PullsBoth(Pulls):
+    """The validation step as well."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        super().__init__(step)
+        self.validated: list[Any] = []
+
+    def validation_step(self, dataloader_iter: Any) -> None:
+        batch, batch_idx, dataloader_idx = next(dataloader_iter)
+        self.validated.append((batch_idx, dataloader_idx, len(batch[0])))
+        self.log("val", self.loss(batch), batch_size=len(batch[0]))
+
+
 @compat("LightningModule hook", "training_step (dataloader_iter)")
-@pytest.mark.parametrize("step", [plainly, in_a_closure, automatically])
-def test_steps_that_pull_from_the_loader(step: Any) -> None:
+@pytest.mark.parametrize("step", [in_a_closure, automatically])
+def test_steps_that_pull_from_their_loaders(step: Any) -> None:
     """Batches are taken by the step itself: each is a single micro-batch."""
-    plain, ours = compare(lambda: Pulls(step), make_loader(24), max_epochs=2, ours=COPIES)
+    loaders = make_loader(24), make_loader(10, 4)
+    plain, ours = compare(
+        lambda: PullsBoth(step), *loaders, max_epochs=2, ours=COPIES, also=lambda run: run.module.validated
+    )
     assert ours.module.num_pulled == plain.module.num_pulled == 6
+    assert len(plain.module.validated) == 6
     assert set(ours.watch.num_microbatches) == {1}
-
-
-@compat("LightningModule hook", "training_step (dataloader_iter)")
-def test_training_and_validation_pull_from_their_loaders() -> None:
-    class PullsBoth(Pulls):
-        def __init__(self) -> None:
-            super().__init__(automatically)
-            self.pulled: list[Any] = []
-
-        def validation_step(self, dataloader_iter: Any) -> None:
-            batch, batch_idx, dataloader_idx = next(dataloader_iter)
-            self.pulled.append((batch_idx, dataloader_idx, len(batch[0])))
-            self.log("val", self.loss(batch), batch_size=len(batch[0]))
-
-    compare(PullsBoth, make_loader(24), make_loader(10, 4), also=lambda run: run.module.pulled)
 
 
 def of_the_call_before(self: Any, batch: Any) -> None:

@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.support.identical import assert_identical
-from tests.support.late_updates import Late, overlap_small_weights
 from tests.support.models import AllSteps
-from tests.support.parity import KINDS, Run, both, compare, fit, make_loader, make_trainer
+from tests.support.parity import KINDS, both, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
@@ -122,32 +121,26 @@ def test_freeze_and_unfreeze() -> None:
     assert not torch.equal(second, first)
 
 
-CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
-    "to": (torch.float64, lambda module: module.to("cpu", torch.float64)),
-    "double": (torch.float64, lambda module: module.double()),
-    "type": (torch.float64, lambda module: module.type(torch.float64)),
-    "half": (torch.float16, lambda module: module.half()),
-    "float": (torch.float32, lambda module: module.double().float()),
-    "cpu": (torch.float32, lambda module: module.cpu()),
+# By dtype: what gives it to a module, and tolerances. Half has 11 bits. Gradients and weights of at most 1 are rounded
+# a few times in three steps.
+CONVERSIONS: dict[torch.dtype, tuple[Callable[[Any], Any], tuple[float, float]]] = {
+    torch.float64: (lambda module: module.to("cpu", torch.float64), (1e-9, 1e-12)),
+    torch.float16: (lambda module: module.float().cpu().half(), (2**-8, 2**-9)),
 }
 
 
-# Half has 11 bits. Gradients and weights of at most 1 are rounded a few times in three steps.
-OF_DTYPES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6), torch.float16: (2**-8, 2**-9)}
-
-
 @compat("LightningModule method", "to; double; type; half; float; cpu")
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_conversions(name: str) -> None:
-    dtype, convert = CONVERSIONS[name]
+@pytest.mark.parametrize("dtype", CONVERSIONS, ids=str)
+def test_conversions(dtype: torch.dtype) -> None:
+    convert, (rtol, atol) = CONVERSIONS[dtype]
     loader = torch.utils.data.DataLoader(rows(dtype=dtype), batch_size=8)
-    rtol, atol = OF_DTYPES[dtype]
     plain, ours = compare(lambda: convert(Small()), loader, tolerances={"rtol": rtol, "atol": atol})
     assert ours.module.dtype == plain.module.dtype == dtype
     assert {parameter.dtype for parameter in ours.module.parameters()} == {dtype}
     # After the run as well.
-    assert convert(ours.module).dtype == dtype
-    assert ours.module.double().head.weight.dtype == torch.float64
+    for again, expected in ((Small.float, torch.float32), (Small.double, torch.float64), (Small.half, torch.float16)):
+        assert again(ours.module).dtype == expected
+    assert ours.module.type(torch.float64).head.weight.dtype == torch.float64
 
 
 @compat("LightningModule method", "cuda", note="Before `fit`: the weights come back to the host.")
@@ -167,30 +160,14 @@ def test_a_module_that_was_on_a_gpu_comes_back(monkeypatch: pytest.MonkeyPatch) 
 # --- after a run -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[str, Run]:
-    """By kind, what was trained."""
-    with pytest.MonkeyPatch.context() as patch:
-        overlap_small_weights(patch)
-        Late(patch)
-        return {kind: fit(kind, Small, make_loader()) for kind in KINDS}
-
-
 @compat("LightningModule method", "to_torchscript; to_onnx; to_tensorrt")
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-@pytest.mark.parametrize("method", ["script", "trace"])
-def test_to_torchscript(trained: dict[str, Run], tmp_path: Path, method: str) -> None:
+def test_to_torchscript(tmp_path: Path) -> None:
     """A module is as it was after a run, for other exporters as well."""
-    sample = torch.ones(2, WIDTH)
-
-    def act(kind: str) -> Any:
-        module = trained[kind].module
-        module.to_torchscript(tmp_path / "a.pt", method=method, example_inputs=sample)
-        result = torch.jit.load(tmp_path / "a.pt")(sample)
-        torch.testing.assert_close(result, module(sample))
-        return result
-
-    both(act)
+    module, sample = fit("roundpipe", Small, make_loader()).module, torch.ones(2, WIDTH)
+    for method in ("script", "trace"):
+        module.to_torchscript(tmp_path / method, method=method, example_inputs=sample)
+        torch.testing.assert_close(torch.jit.load(tmp_path / method)(sample), module(sample))
 
 
 class Sized(L.LightningModule):
@@ -251,7 +228,7 @@ def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFix
 
     def act(kind: str) -> Any:
         torch.manual_seed(3)  # the training set is shuffled
-        data = L.LightningDataModule.from_datasets(rows(), rows(9), [rows(10), rows(7)], rows(11), batch_size=4)
+        data = L.LightningDataModule.from_datasets(rows(12), rows(9), [rows(10), rows(7)], rows(11), batch_size=4)
         saves = ModelCheckpoint(tmp_path / kind, monitor="val", save_last=True)
         trainer = make_trainer(kind, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
         module, untrained = AllSteps(), AllSteps()
@@ -274,17 +251,14 @@ def test_all_entries_with_a_datamodule(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @compat("Trainer method", "init_module")
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("32-true", torch.float32), ("64-true", torch.float64), ("bf16-true", torch.bfloat16)]
-)
-def test_init_module(precision: str, dtype: torch.dtype) -> None:
+def test_init_module() -> None:
     def act(kind: str) -> Any:
-        trainer = make_trainer(kind, precision=precision)
+        trainer = make_trainer(kind, precision="bf16-true")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with trainer.init_module():
                 module = Sized()
-        assert {p.dtype for p in module.parameters()} == {dtype}
+        assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
         assert module.device.type == "cpu"
         with trainer.init_module(empty_init=True):
             empty = Sized()
@@ -292,5 +266,4 @@ def test_init_module(precision: str, dtype: torch.dtype) -> None:
         trainer.fit(empty, make_loader())
         return dict(empty.state_dict())
 
-    # bfloat16 has 8 bits; a few roundings.
-    both(act, **({"rtol": 2**-7, "atol": 2**-7} if precision == "bf16-true" else {}))
+    both(act, rtol=2**-7, atol=2**-7)  # bfloat16 has 8 bits; a few roundings

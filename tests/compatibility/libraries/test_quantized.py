@@ -146,26 +146,18 @@ class Gptq(nn.Module):
 
 
 class Fp8(nn.Module):
-    """All in plain parameters."""
+    """All in parameters: 8-bit floats, integers, and scales, of which one has a class of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
-        self.weight_scale = nn.Parameter(torch.rand(WIDTH, 1), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.weight.float() * self.weight_scale).T
-
-
-class Integers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         values, scale = quantized()
-        self.weight = nn.Parameter(values, requires_grad=False)
-        self.scale = NamedParameter(scale)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.rand(WIDTH, 1), requires_grad=False)
+        self.integers = nn.Parameter(values, requires_grad=False)
+        self.integers_scale = NamedParameter(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ restored(self.weight, self.scale).T
+        return x @ (self.weight.float() * self.weight_scale + restored(self.integers, self.integers_scale)).T
 
 
 class Sparse(nn.Module):
@@ -222,9 +214,11 @@ HONOURED = [
         Fp8,
         (False, True),
         id="fp8",
-        marks=compat("Library", "quantized weights in plain parameters (FP8)", note="Shown with a stand-in."),
+        marks=[
+            compat("Library", "quantized weights in plain parameters (FP8)", note="Shown with a stand-in."),
+            compat("Library", "subclasses of nn.Parameter"),
+        ],
     ),
-    pytest.param(Integers, (False, True), id="integers", marks=compat("Library", "subclasses of nn.Parameter")),
     # Where devices use the memory of the host.
     pytest.param(Hqq, (False,), id="hqq"),
     pytest.param(Torchao, (False,), id="torchao"),

@@ -88,7 +88,7 @@ def test_every_hook(tmp_path: Path) -> None:
         module = with_logging(Whole, "module", called, refusals)()
         callback = with_logging(L.Callback, "callback", called, refusals)()
         recorder = MetricsRecorder()
-        trainer = make_trainer(kind, callbacks=[callback, recorder], max_epochs=2, num_sanity_val_steps=1)
+        trainer = make_trainer(kind, callbacks=[callback, recorder], num_sanity_val_steps=1)
         trainer.fit(module, make_loader(12, 6), make_loader(6, 3))
         kept = {"fit": metrics_of(trainer)}
         trainer.save_checkpoint(tmp_path / "a.ckpt")

@@ -69,12 +69,6 @@ def packed_batches(code: dict[str, Any]) -> list[dict[str, Tensor]]:
     return [code["collate"](rows[:3]), code["collate"](rows[3:])]
 
 
-def test_sft_of_the_page_has_run(code: dict[str, Any]) -> None:
-    trainer = code["trainer"]
-    assert trainer.global_step >= 1
-    assert len(trainer.strategy.pool) == 4
-
-
 def test_packed_rows_hold_all_samples_and_no_more_than_fits(code: dict[str, Any]) -> None:
     given = [*samples(), (list(range(30)), list(range(30)))]
     rows = code["pack"](given, LENGTH)
@@ -85,21 +79,14 @@ def test_packed_rows_hold_all_samples_and_no_more_than_fits(code: dict[str, Any]
 
 
 def test_packed_sft_trains_like_plain_lightning(code: dict[str, Any]) -> None:
-    plain, _ = compare_modules(
+    """The loss is that of each sample by itself, weighted by the labels that it has: attention crosses no border."""
+    assert code["trainer"].global_step >= 1
+    assert len(code["trainer"].strategy.pool) == 4
+    plain, ours = compare_modules(
         code["PackedSFT"], lambda kind: kind(model_of("LoRA")), lambda: packed_batches(code), "causal_label_tokens"
     )
     assert all("lora_" in name for name in plain.moved)
-
-
-def test_loss_of_packed_rows_is_that_of_their_samples(code: dict[str, Any]) -> None:
-    """Each sample by itself, weighted by the labels that it has: attention crosses no border."""
-    _, ours = compare_modules(
-        code["PackedSFT"],
-        lambda kind: kind(causal()),
-        lambda: packed_batches(code)[:1],
-        "causal_label_tokens",
-    )
-    model, total, count = causal(), 0.0, 0
+    model, total, count = model_of("LoRA"), 0.0, 0
     for row in code["pack"](samples(), LENGTH)[:3]:
         for ids, labels in row:
             tokens = sum(label != IGNORED for label in labels[1:])
@@ -165,10 +152,10 @@ def reward(batch: dict[str, Tensor]) -> Tensor:
     return wanted.sum(-1) / batch["completion"].sum(-1) - 0.05 * batch["completion"].sum(-1)
 
 
-def prompts() -> list[dict[str, Tensor]]:
+def prompts(counts: tuple[int, ...] = (5, 4)) -> list[dict[str, Tensor]]:
     torch.manual_seed(6)
     batches = []
-    for count in (5, 4, 5):
+    for count in counts:
         ids = torch.randint(3, VOCAB, (count, 4))
         mask = torch.arange(4).expand_as(ids) >= torch.randint(0, 3, (count, 1))
         batches.append({"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long()})
@@ -211,5 +198,5 @@ def test_grpo_learns_what_is_rewarded(code: dict[str, Any], tmp_path: Path) -> N
 
     options = {"loss_weight": code["strategy"].options.loss_weight}
     trainer = make_trainer(options=options, callbacks=[Watch()], max_epochs=6)
-    trainer.fit(module, ready(prompts()))
+    trainer.fit(module, ready(prompts((5, 4, 5))))
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3

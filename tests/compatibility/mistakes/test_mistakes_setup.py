@@ -19,22 +19,19 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.compatibility.mistakes.refusals import assert_refused, with_step
 from tests.support.loaders import Loader
-from tests.support.parity import assert_alike, both_refuse, compare, make_loader, make_trainer
+from tests.support.parity import COPIES, assert_alike, both_refuse, compare, fit, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
-
-
-@pytest.fixture(params=[False, True], ids=["aliases", "copies"])
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Units compute with the masters, or with copies of them."""
-    return {"virtual_copies": request.param}
-
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
 @compat("Misuse", "the batch changed in place in `training_step`")
-def test_batch_changed_in_place(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("virtual_copies", [False, True])
+def test_batch_changed_in_place(virtual_copies: bool) -> None:
+    """Units compute with the masters, or with copies of them."""
+    options: dict[str, Any] = {"virtual_copies": virtual_copies}
+
     class Scales(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             batch[0].mul_(2).add_(1)
@@ -47,8 +44,10 @@ def test_batch_changed_in_place(options: dict[str, Any]) -> None:
     assert torch.equal(ours.module.seen, plain.module.seen)
     # One stage keeps the graphs of all micro-batches with what they were made of.
     profile = CostProfile(tuple(CallCost(name, 1.0, 2.0) for name in (*(f"body.{i}.0" for i in range(4)), "head")))
-    _, ours = compare(Scales, ours={"options": {**options, "cost_profile": profile}, "devices": 1})
-    assert ours.trainer.strategy.last_step.partition.num_stages == 1
+    settings: dict[str, Any] = {"options": {**options, "cost_profile": profile}, "devices": 1}
+    in_one_stage = fit("roundpipe", Scales, make_loader(), **settings)
+    assert_alike(in_one_stage.results, plain.results)
+    assert in_one_stage.trainer.strategy.last_step.partition.num_stages == 1
 
 
 @compat(
@@ -204,16 +203,16 @@ class Lazy(Small):
     status="refused",
     note="Call the module once in `configure_model`.",
 )
-def test_lazy_modules(options: dict[str, Any]) -> None:
+def test_lazy_modules() -> None:
     for run in ("fit", "validate"):
         module = Lazy()
         module.validation_step = module.training_step
         with pytest.raises(MisconfigurationException, match=r"'body.1.3' \(LazyBatchNorm1d\) is lazy.*configure_model"):
-            getattr(make_trainer(options=options), run)(module, make_loader())
+            getattr(make_trainer(), run)(module, make_loader())
 
 
 @compat("Misuse", "lazy modules that are called once in `configure_model`")
-def test_lazy_modules_that_are_called_before(options: dict[str, Any]) -> None:
+def test_lazy_modules_that_are_called_before() -> None:
     class Called(Lazy):
         def configure_model(self) -> None:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -221,7 +220,7 @@ def test_lazy_modules_that_are_called_before(options: dict[str, Any]) -> None:
                 self.eval()(torch.zeros(2, WIDTH))
                 self.train()
 
-    compare(Called, ours={"options": options, "num_microbatches": 1})
+    compare(Called, ours={**COPIES, "num_microbatches": 1})
 
 
 @compat(
@@ -304,16 +303,14 @@ def test_strategy_of_another_trainer() -> None:
         {"accelerator": "cpu", "devices": "two"},
         {"accelerator": "roundpipe", "devices": 0},
         {"accelerator": "roundpipe", "devices": 1.5},
-        {"accelerator": "tpu"},
         {"accelerator": "nothing"},
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
 def test_senseless_devices(settings: dict[str, Any]) -> None:
-    with pytest.raises((MisconfigurationException, TypeError, ValueError, ModuleNotFoundError)) as caught:
+    with pytest.raises((MisconfigurationException, TypeError, ValueError)) as caught:
         L.Trainer(strategy="roundpipe", logger=False, **settings)
-    words = ("devices", settings["accelerator"], "torch_xla")
-    assert any(word in str(caught.value) for word in words)
+    assert any(word in str(caught.value) for word in ("devices", settings["accelerator"]))
 
 
 @compat("Misuse", "`deepcopy` of a Trainer that has run; `pickle` of a Trainer")

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from lightning_roundpipe import RoundPipeStrategy, VirtualLink, lightning_cli
 from lightning_roundpipe.options import LOSS_WEIGHTS
 from lightning_roundpipe.planning import CostProfile
 from tests.support.forks import Forks
-from tests.support.identical import assert_identical
 from tests.support.parity import assert_alike
 from tests.support.rows import compat
 
@@ -110,7 +109,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def config(project: str, tmp_path: Path) -> Callable[..., Path]:
     """Writes a configuration with some of its sections changed."""
 
-    def write(trainer: dict[str, Any] | None = None, file: str = "config.yaml", **sections: Any) -> Path:
+    def write(trainer: dict[str, Any] | None = None, **sections: Any) -> Path:
         logger = {
             "class_path": "CSVLogger",
             "init_args": {"save_dir": str(tmp_path / "logs"), "name": "", "version": ""},
@@ -133,7 +132,7 @@ def config(project: str, tmp_path: Path) -> Callable[..., Path]:
             "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}},
             **sections,
         }
-        path = tmp_path / file
+        path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
         return path
 
@@ -147,15 +146,12 @@ def run_all(config: Callable[..., Path], project: str, folder: Path, trainer: di
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "", "version": "logs"}}
     own = {"logger": logger, "callbacks": [writer], **trainer}
     schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
-    file = str(config(own, f"{folder.name}.yaml", lr_scheduler=schedule))
-    assert lightning_cli.main(["fit", "-c", file]) == 0
+    assert lightning_cli.main(["fit", "-c", str(config(own, lr_scheduler=schedule))]) == 0
     (checkpoint,) = folder.rglob("*.ckpt")
     metrics = {"fit": (folder / "logs" / "metrics.csv").read_text()}
-    evaluation = {**own, "callbacks": [writer]}
-    evaluated = str(config(evaluation, f"{folder.name}-evaluated.yaml", optimizer=None))
     for command in ("validate", "test", "predict"):
         logger["init_args"]["version"] = command
-        evaluated = str(config(evaluation, f"{folder.name}-{command}.yaml", optimizer=None))
+        evaluated = str(config(own, optimizer=None))
         assert lightning_cli.main([command, "-c", evaluated, f"--ckpt_path={checkpoint}"]) == 0
         if command != "predict":
             metrics[command] = (folder / command / "metrics.csv").read_text()
@@ -226,27 +222,25 @@ def test_options_of_the_strategy(config: Any, project: str, monkeypatch: pytest.
     assert options.units == [torch.nn.Linear, "Tanh"]
     assert options.split_batch is torch.chunk
     assert options.compile_arguments == {"backend": "eager"}
-    path = config({"strategy": BY_CLASS})
-    for name in LOSS_WEIGHTS:
-        options = instantiate(
-            path, f"{option}loss_weight={name}", f"{option}device_memory_limit=70000"
-        ).trainer.strategy.options
-        assert (options.loss_weight, options.device_memory_bytes) == (name, 70000)
-    assert instantiate(path, f"{option}split_batch=packed").trainer.strategy.options.split_batch == "packed"
+    allowed = get_args(get_type_hints(RoundPipeStrategy.__init__)["loss_weight"])
+    assert set(LOSS_WEIGHTS) == {name for names in map(get_args, allowed) for name in names if isinstance(name, str)}
+    others = (f"{option}loss_weight=sum", f"{option}device_memory_limit=70000", f"{option}split_batch=packed")
+    options = instantiate(config({"strategy": BY_CLASS}), *others).trainer.strategy.options
+    assert (options.loss_weight, options.device_memory_bytes, options.split_batch) == ("sum", 70000, "packed")
 
 
 @compat("LightningCLI", "`--trainer.strategy` and `--trainer.accelerator` by the name or path of the class, no options")
 @pytest.mark.parametrize(("path", "separate"), [("", False), ("lightning_roundpipe.", True)], ids=["name", "path"])
-@pytest.mark.filterwarnings("ignore:.*logs directory .* exists and is not empty")
-def test_classes_without_options(config: Any, project: str, tmp_path: Path, path: str, separate: bool) -> None:
+def test_classes_without_options(config: Any, project: str, path: str, separate: bool) -> None:
+    sys.path.insert(0, os.getcwd())
     given = {"strategy": f"{path}RoundPipeStrategy", "accelerator": f"{path}RoundPipeAccelerator"}
     pairs = [(f"--trainer.{name}", value) for name, value in given.items()]
     arguments = [part for pair in pairs for part in (pair if separate else ["=".join(pair)])]
-    file = config({"devices": 2, "max_epochs": 1}, f"{tmp_path.name}.yaml")
-    assert lightning_cli.main(["fit", "-c", str(file), *arguments]) == 0
-    saved = yaml.safe_load((tmp_path / "logs" / "config.yaml").read_text())["trainer"]
-    assert saved["accelerator"] == given["accelerator"]
-    assert type(instantiate(file, *arguments).trainer.strategy) is RoundPipeStrategy
+    cli = instantiate(config({"devices": 2, "max_epochs": 1}), *arguments)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert type(cli.trainer.strategy) is RoundPipeStrategy
+    assert len(cli.trainer.strategy.pool) == 2
+    assert cli.config["trainer"]["accelerator"] == given["accelerator"]
 
 
 # What the parser refuses; the strategy refuses values by itself.
@@ -293,16 +287,15 @@ def test_help(project: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @compat("LightningCLI", "`strategy: {class_path: ..., init_args: ...}`; `--print_config`; `SaveConfigCallback`")
-@pytest.mark.filterwarnings("ignore:.*logs directory .* exists and is not empty")
 def test_configurations_can_be_read_again(
-    config: Any,
-    project: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    config: Any, project: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # From the third step on plans follow measured times, and the order in which gradients are added up follows plans.
-    path = str(config({"devices": 2, "max_epochs": 1, "limit_train_batches": 2}))
-    arguments = ["--trainer.strategy.num_microbatches=3", "--trainer.strategy.virtual_copies.gb_per_s=50"]
+    """The one that is printed, from which a run is made that writes files; and the one that this run saves."""
+    timeline = {"path": str(tmp_path / "other.json"), "first_step": 1, "num_steps": 2}
+    callback = {"class_path": "lightning_roundpipe.RoundPipeTimeline", "init_args": timeline}
+    path = str(config({"devices": 2, "max_epochs": 1, "callbacks": [callback]}))
+    values = ["num_microbatches=3", "virtual_copies.gb_per_s=50", "save_profile=costs.json", "trace=trace.json"]
+    arguments = [f"--trainer.strategy.{value}" for value in values]
     with pytest.raises(SystemExit) as stopped:
         lightning_cli.main(["fit", "-c", path, *arguments, "--print_config"])
     assert stopped.value.code == 0
@@ -313,32 +306,15 @@ def test_configurations_can_be_read_again(
     assert strategy["init_args"]["num_microbatches"] == 3
     assert strategy["init_args"]["virtual_copies"] == {"gb_per_s": 50.0, "latency_us": 10.0}
 
-    weights = []
-    logs = tmp_path / "logs"
-    for given in (str(printed), str(logs / "config.yaml")):
-        moved = tmp_path / "given.yaml"
-        moved.write_text(Path(given).read_text())
-        for old in logs.rglob("*") if logs.is_dir() else ():
-            if old.is_file():
-                old.unlink()
-        lightning_cli.main(["fit", "-c", str(moved)])
-        (checkpoint,) = logs.rglob("*.ckpt")
-        weights.append(dict(torch.load(checkpoint, weights_only=False)["state_dict"]))
-        assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["strategy"] == strategy
-    assert_identical(weights[1], weights[0])
-
-
-def test_files_and_callback(config: Any, project: str, tmp_path: Path) -> None:
-    files = {"save_profile": str(tmp_path / "costs.json"), "trace": str(tmp_path / "trace.json")}
-    timeline = {"path": str(tmp_path / "other.json"), "first_step": 1, "num_steps": 2}
-    callback = {"class_path": "lightning_roundpipe.RoundPipeTimeline", "init_args": timeline}
-    strategy = {"class_path": "lightning_roundpipe.RoundPipeStrategy", "init_args": files}
-    trainer = {"devices": 2, "max_epochs": 1, "callbacks": [callback], "strategy": strategy}
-    assert lightning_cli.main(["fit", "-c", str(config(trainer))]) == 0
+    assert lightning_cli.main(["fit", "-c", str(printed)]) == 0
     assert {"costs.json", "trace.json", "other.json"} <= {path.name for path in tmp_path.iterdir()}
-    strategy["init_args"] = {"cost_profile": str(tmp_path / "costs.json")}
-    options = instantiate(config({"strategy": strategy})).trainer.strategy.options
-    assert options.cost_profile == CostProfile.load(tmp_path / "costs.json")
+    cli = instantiate(config({"strategy": BY_CLASS}), "--trainer.strategy.cost_profile=costs.json")
+    assert cli.trainer.strategy.options.cost_profile == CostProfile.load("costs.json")
+    saved = tmp_path / "logs" / "config.yaml"
+    assert yaml.safe_load(saved.read_text()) == yaml.safe_load(printed.read_text())
+    with pytest.raises(SystemExit):
+        lightning_cli.main(["fit", "-c", str(saved), "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(printed.read_text())
 
 
 @compat("LightningCLI", "`link_arguments`, `subclass_mode_model`, `subclass_mode_data`")

@@ -21,13 +21,11 @@ from lightning.pytorch.plugins import (
     CheckpointIO,
     LayerSync,
     TorchCheckpointIO,
-    TorchSyncBatchNorm,
     XLACheckpointIO,
 )
 from lightning.pytorch.plugins.environments import (
     KubeflowEnvironment,
     LightningEnvironment,
-    LSFEnvironment,
     MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
@@ -42,7 +40,7 @@ from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from tests.compatibility.versions import known
-from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
+from tests.support.parity import assert_alike, both, both_refuse, compare, make_loader, make_trainer
 from tests.support.rows import compat
 from tests.support.small import Small
 
@@ -74,24 +72,25 @@ class OwnIO(CheckpointIO):
 
 @compat("Plugin", "CheckpointIO")
 @compat("Trainer argument", "plugins")
-@pytest.mark.parametrize("by", ["trainer", "strategy"])
-def test_an_own_checkpoint_io_gets_the_calls_of_plain(tmp_path: Path, by: str) -> None:
-    def act(kind: str) -> Any:
-        io, weights = OwnIO(), []
-        for epochs, path in ((1, None), (2, tmp_path / kind / "last.ckpt")):
-            saving = ModelCheckpoint(tmp_path / kind, every_n_train_steps=2, save_last=True, save_top_k=1)
-            settings = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": epochs}
-            if by == "trainer" or kind == "plain":
-                settings["plugins"] = [io]
-            else:
-                settings["options"] = {"checkpoint_io": io}
+def test_an_own_checkpoint_io_gets_the_calls_of_plain(tmp_path: Path) -> None:
+    """As a plugin of the Trainer, and as an argument of the strategy."""
+
+    def act(kind: str, by: str) -> Any:
+        io, weights, folder = OwnIO(), [], tmp_path / f"{kind}-{by}"
+        given = {"plugins": [io]} if by == "trainer" else {"options": {"checkpoint_io": io}}
+        for epochs, path in ((1, None), (2, folder / "last.ckpt")):
+            saving = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True, save_top_k=1)
+            settings = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": epochs, **given}
             trainer, module = make_trainer(kind, **settings), Small()
             trainer.fit(module, make_loader(), ckpt_path=path, **known(trainer.fit, weights_only=False))
-            trainer.save_checkpoint(tmp_path / kind / "own.ckpt", storage_options={"option": 1})
+            trainer.save_checkpoint(folder / "own.ckpt", storage_options={"option": 1})
             weights.append(dict(module.state_dict()))
         return io.calls, weights
 
-    assert {call[0] for call in both(act)[0]} == {"save", "load", "remove", "teardown"}
+    plain = act("plain", "trainer")
+    assert {call[0] for call in plain[0]} == {"save", "load", "remove", "teardown"}
+    for by in ("trainer", "strategy"):
+        assert_alike(act("roundpipe", by), plain)
 
 
 class Late(TorchCheckpointIO):
@@ -144,11 +143,7 @@ class OwnSync(LayerSync):
     revert = apply
 
 
-SYNCS: list[dict[str, Any]] = [
-    {"sync_batchnorm": True},
-    {"plugins": [TorchSyncBatchNorm()]},
-    {"plugins": [OwnSync()]},
-]
+SYNCS: list[dict[str, Any]] = [{"sync_batchnorm": True}, {"plugins": [OwnSync()]}]
 
 
 @pytest.mark.parametrize("settings", SYNCS)
@@ -210,34 +205,11 @@ class OwnOfThree(Own):
     num_processes = 3
 
 
-ALONE: dict[str, tuple[dict[str, str], type[ClusterEnvironment], bool]] = {
-    "own": ({}, Own, True),
-    "python": ({}, LightningEnvironment, False),
-    "python, given": ({}, LightningEnvironment, True),
-    "torchrun": (TORCHRUN, TorchElasticEnvironment, False),
-    "torchrun, given": ({}, TorchElasticEnvironment, True),
-    "slurm": (SLURM, SLURMEnvironment, False),
-    "slurm, given": (SLURM, SLURMEnvironment, True),
-    "kubeflow": (KUBEFLOW, KubeflowEnvironment, True),
-    "lsf": (LSF, LSFEnvironment, False),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-@compat(
-    "Plugin",
-    "ClusterEnvironment; LightningEnvironment; TorchElasticEnvironment; SLURMEnvironment; KubeflowEnvironment; "
-    "LSFEnvironment",
-)
-def test_one_launched_process_is_one_process(launched: Any, name: str) -> None:
-    variables, environment, is_given = ALONE[name]
+@pytest.mark.parametrize("variables", [{}, TORCHRUN], ids=["python", "torchrun"])
+def test_one_launched_process_trains_alone(launched: Any, variables: dict[str, str]) -> None:
     launched(variables)
-    for run in compare(Small, **({"plugins": [environment()]} if is_given else {})):
-        trainer = run.trainer
-        assert type(trainer._accelerator_connector.cluster_environment) is environment
-        assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
-        assert trainer.is_global_zero
-    assert trainer.strategy.launcher is None
+    _, ours = compare(Small)
+    assert ours.trainer.strategy.launcher is None
 
 
 @compat("Plugin", "SLURMEnvironment")
@@ -275,8 +247,17 @@ def test_a_job_is_saved_and_queued_again_on_a_signal(
 
 
 SRUN = dict(SLURM, SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="1", SLURM_LOCALID="1")
+ALONE = (0, 1, 0)
 # Variables of a launcher, a plugin if it is to be given, and: rank, number of ranks, rank on the machine.
-SEVERAL: dict[str, tuple[dict[str, str], type[ClusterEnvironment] | None, tuple[int, int, int]]] = {
+LAUNCHES: dict[str, tuple[dict[str, str], type[ClusterEnvironment] | None, tuple[int, int, int]]] = {
+    "alone, own": ({}, Own, ALONE),
+    "alone, python, given": ({}, LightningEnvironment, ALONE),
+    "alone, torchrun": (TORCHRUN, None, ALONE),
+    "alone, torchrun, given": ({}, TorchElasticEnvironment, ALONE),
+    "alone, slurm": (SLURM, None, ALONE),
+    "alone, slurm, given": (SLURM, SLURMEnvironment, ALONE),
+    "alone, kubeflow": (KUBEFLOW, KubeflowEnvironment, ALONE),
+    "alone, lsf": (LSF, None, ALONE),
     "torchrun": (dict(TORCHRUN, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2"), None, (1, 2, 1)),
     "torchrun, first": (dict(TORCHRUN, WORLD_SIZE="4"), None, (0, 4, 0)),
     "srun": (SRUN, None, (1, 2, 1)),
@@ -294,7 +275,7 @@ def rank_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(only, "rank", 0)
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", LAUNCHES)
 @compat(
     "Plugin",
     "ClusterEnvironment; TorchElasticEnvironment; SLURMEnvironment; KubeflowEnvironment; LSFEnvironment",
@@ -304,13 +285,15 @@ def rank_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @compat("Library", "rank_zero_only")
 def test_launched_processes_are_ranks(launched: Any, rank_kept: None, name: str) -> None:
     """The trainings themselves are in ``tests/ranks``."""
-    variables, environment, place = SEVERAL[name]
+    variables, environment, place = LAUNCHES[name]
     launched(variables)
     trainer = make_trainer(**({} if environment is None else {"plugins": [environment()]}))
     assert (trainer.global_rank, trainer.world_size, trainer.local_rank) == place
+    assert (trainer.strategy.launcher is None) == (place == ALONE)
     assert trainer.is_global_zero == (place[0] == 0)
     assert rank_zero_only.rank == place[0]
-    assert trainer.distributed_sampler_kwargs == {"num_replicas": place[1], "rank": place[0]}
+    sampled = None if place == ALONE else {"num_replicas": place[1], "rank": place[0]}
+    assert trainer.distributed_sampler_kwargs == sampled
 
 
 WRONG: list[Any] = [
@@ -350,14 +333,9 @@ def test_a_notebook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
         make_trainer("plain", strategy="ddp", devices=2)
 
-    def act(kind: str) -> Any:
-        trainer, module = make_trainer(kind), Small()
-        for _ in range(2):  # a cell that is run again
-            trainer.fit_loop.max_epochs = (trainer.fit_loop.max_epochs or 0) + 1
-            trainer.fit(module, make_loader())
-        return dict(module.state_dict())
-
-    both(act)
+    trainer = make_trainer()
+    trainer.fit(Small(), make_loader())
+    assert trainer.global_step == 3
 
 
 @compat("Misuse", "unknown plugins", "refused", "The error comes with the Trainer.")

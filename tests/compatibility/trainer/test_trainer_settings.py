@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
@@ -32,9 +31,7 @@ from tests.support.small import Small
 
 
 @compat("Trainer argument", "accelerator; strategy; devices")
-@pytest.mark.parametrize(
-    ("accelerator", "devices"), [("cpu", 1), ("roundpipe", 3), ("auto", "2"), ("roundpipe", [0, 1])]
-)
+@pytest.mark.parametrize(("accelerator", "devices"), [("cpu", 1), ("auto", "2"), ("roundpipe", [0, 1])])
 def test_every_way_to_name_devices_trains(accelerator: str, devices: Any) -> None:
     if accelerator != "cpu" and torch.cuda.is_available():
         pytest.skip("about machines without a GPU: these accelerators mean GPUs where there are some")
@@ -73,12 +70,10 @@ def test_accelerators_that_are_not_there(accelerator: str) -> None:
 
 @compat("Trainer argument", "default_root_dir; enable_checkpointing")
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")
-@pytest.mark.parametrize("checkpoints", [True, False])
-def test_the_same_files_in_the_same_folder(tmp_path: Path, checkpoints: bool) -> None:
+def test_the_same_files_in_the_same_folder(tmp_path: Path) -> None:
     def act(kind: str) -> Any:
         folder = tmp_path / kind
-        logger = CSVLogger(folder) if checkpoints else True
-        settings = {"logger": logger, "log_every_n_steps": 1, "enable_checkpointing": checkpoints}
+        settings = {"logger": True, "log_every_n_steps": 1, "enable_checkpointing": True}
         trainer = make_trainer(kind, default_root_dir=folder, **settings)
         trainer.fit(Logs(), make_loader())
         files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -86,8 +81,8 @@ def test_the_same_files_in_the_same_folder(tmp_path: Path, checkpoints: bool) ->
         return [re.sub(r"(tfevents\.).*", r"\1", file) for file in files]
 
     written = both(act)
-    assert any(file.endswith(".ckpt") for file in written) == checkpoints
-    assert len(written) >= 2
+    assert any(file.endswith(".ckpt") for file in written)
+    assert len(written) >= 3
 
 
 @compat("Trainer argument", "model_registry")
@@ -124,7 +119,7 @@ def test_weights_come_from_the_registry(tmp_path: Path, monkeypatch: pytest.Monk
 
 @compat("Trainer argument", "deterministic; benchmark")
 @pytest.mark.filterwarnings("ignore:You passed `deterministic=True` and `benchmark=True`")
-@pytest.mark.parametrize(("deterministic", "is_tuned"), [(True, False), ("warn", True), (False, True)])
+@pytest.mark.parametrize(("deterministic", "is_tuned"), [(True, False), ("warn", True)])
 def test_steps_see_the_switches_of_torch(deterministic: Any, is_tuned: bool) -> None:
     seen: set[Any] = set()
 
@@ -183,14 +178,6 @@ def test_the_operator_and_the_line_of_a_nan_are_named(place: str) -> None:
     assert any("# the line that is to be named" in str(warning.message) for warning in caught)
     assert seen == {True}
     assert not torch.is_anomaly_enabled()
-
-
-@compat("Trainer argument", "detect_anomaly")
-def test_without_the_flag_nothing_is_detected() -> None:
-    module = Small()
-    module.body[0].append(Root())
-    make_trainer(detect_anomaly=False).fit(module, make_loader())
-    assert module.body[0][0].weight.isnan().all()
 
 
 # --- modes of torch around a run --------------------------------------------------------------------------------------
