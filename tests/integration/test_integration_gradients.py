@@ -55,16 +55,15 @@ def bytes_left(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> Callable
     def run(kind: Any = None, *, callbacks: tuple[Any, ...] = (), **settings: Any) -> list[float]:
         counts = Counts(monkeypatch)
         trainer = make_trainer(callbacks=[*callbacks, counts], **settings)
-        trainer.fit((kind or Small)(), make_loader(40))
+        trainer.fit((kind or Small)(), make_loader(24))
         return [old / new for old, new in zip(counts.old, counts.new, strict=True)]
 
     return run
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("mode", ["off", "exact"])
+@pytest.mark.parametrize(("mode", "copies"), [("off", False), ("exact", True)])
 def test_old_gradients_are_gone_when_new_ones_have_come(bytes_left: Any, mode: str, copies: bool) -> None:
-    assert bytes_left(options={"optimizer_overlap": mode, "virtual_copies": copies}) == [0.0] * 5
+    assert bytes_left(options={"optimizer_overlap": mode, "virtual_copies": copies}) == [0.0] * 3
 
 
 @compat("LightningModule hook", "training_step (reads gradients)")
@@ -81,7 +80,7 @@ def test_training_step_finds_the_old_gradients(bytes_left: Any) -> None:
             wanted.append([float(p.grad.norm()) for p in self.parameters()])
 
     wanted: list[list[float]] = []
-    assert bytes_left(Reads, num_microbatches=4) == [0.0] * 5
+    assert bytes_left(Reads, num_microbatches=4) == [0.0] * 3
     assert norms == [[]] * 4 + [norm for norm in wanted[:-1] for _ in range(4)]
 
 
@@ -108,12 +107,12 @@ class OwnOptimizer(Small):
 
 @pytest.mark.parametrize("kind", [Zeroes, Hooked, OwnOptimizer])
 def test_gradients_that_the_user_may_look_at_before_zero_grad_stay(bytes_left: Any, kind: Any) -> None:
-    assert bytes_left(kind)[1:] == [1.0] * 4
+    assert bytes_left(kind)[1:] == [1.0] * 2
 
 
 def test_a_callback_before_zero_grad_finds_them(bytes_left: Any) -> None:
-    assert bytes_left(callbacks=(Asks(),))[1:] == [1.0] * 4
+    assert bytes_left(callbacks=(Asks(),))[1:] == [1.0] * 2
 
 
 def test_gradients_that_accumulate_stay(bytes_left: Any) -> None:
-    assert bytes_left(accumulate_grad_batches=5)[1:] == [1.0] * 4
+    assert bytes_left(accumulate_grad_batches=3)[1:] == [1.0] * 2

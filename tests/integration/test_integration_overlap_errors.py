@@ -33,7 +33,6 @@ class Stop(RuntimeError):
     ("place", "error"),
     [
         ("on_train_batch_end", KeyboardInterrupt),
-        ("on_train_batch_start", Stop),
         ("training_step", KeyboardInterrupt),
         ("after step", Stop),
     ],
@@ -47,9 +46,6 @@ def test_weights_are_finished_when_fit_ends_in_an_error(late: Late, error: Any, 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.maybe_stop("training_step", 2)
             return self.loss(batch)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.maybe_stop("on_train_batch_start", 2)
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.maybe_stop("on_train_batch_end", 2)

@@ -97,15 +97,14 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("way", "settings"),
     [
-        {},
-        {"precision": "bf16-mixed"},
-        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+        ("aliases", {}),
+        ("lazy", {"precision": "bf16-mixed"}),
+        ("lazy", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     ],
-    ids=["plain", "low", "clipped and accumulated"],
+    ids=["aliases", "lazy, low", "lazy, clipped and accumulated"],
 )
-@pytest.mark.parametrize("way", WAYS)
 def test_a_training_keeps_the_protocol(way: str, settings: dict[str, Any]) -> None:
     class Validated(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -131,8 +130,7 @@ def test_a_training_keeps_the_protocol(way: str, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.filterwarnings("ignore:optimizer_overlap='stale'")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "precision"), [("aliases", "32-true"), ("lazy", "bf16-mixed")])
 def test_a_stale_training_keeps_the_protocol(way: str, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are held until a whole forward has run, with snapshots."""
 
@@ -187,8 +185,7 @@ def test_without_its_wait_a_pending_weight_is_noticed_by_the_checker(way: str, m
         trainer.fit(Small(), make_loader())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_failed_step_breaks_no_rule(way: str) -> None:
+def test_a_failed_step_breaks_no_rule() -> None:
     class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
@@ -199,8 +196,7 @@ def test_a_failed_step_breaks_no_rule(way: str) -> None:
     def fail(gradient: Tensor) -> None:
         raise RuntimeError("a failure in the backward")
 
-    module = Failing()
-    options = {"virtual_copies": WAYS[way]}
+    module, options = Failing(), {"virtual_copies": True}
     with following() as checker:
         module.fails = True
         with pytest.raises(RuntimeError, match="in the backward"):

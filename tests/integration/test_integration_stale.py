@@ -14,12 +14,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.reporting.host_memory import HostMemory
 from tests.support.parity import make_loader, make_trainer
 from tests.support.small import Small
 
-_TIMEOUT_S = 60.0  # nothing here takes so long: what hangs fails
 pytestmark = pytest.mark.usefixtures("small_updates")
 STALE = {"optimizer_overlap": "stale"}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -118,7 +116,7 @@ def test_the_same_every_time() -> None:
     states = []
     for devices in (1, 3, 3):
         module = Delayed("AdamW")
-        make_trainer(options=STALE, devices=devices).fit(module, make_loader(40, 5))
+        make_trainer(options=STALE, devices=devices).fit(module, make_loader(20, 5))
         states.append(module.state_dict())
     for state in states[1:]:
         torch.testing.assert_close(state, states[0], rtol=0, atol=0)
@@ -133,15 +131,14 @@ def test_steps_without_a_loss_change_nothing() -> None:
 
 
 def test_low_working_copies_are_made_of_the_same_weights() -> None:
-    states = {}
-    for overlap in ("stale", "exact"):
-        for copies in (False, True):
-            module = Delayed("SGD")
-            options = {"optimizer_overlap": overlap, "virtual_copies": copies}
-            make_trainer(options=options, precision="bf16-mixed").fit(module, make_loader(40, 5))
-            states[overlap, copies] = module.head.weight.detach()
-    assert torch.equal(states["stale", False], states["stale", True])
-    assert not torch.allclose(states["stale", True], states["exact", True], rtol=1e-3)
+    weights = []
+    for overlap, copies in (("stale", False), ("stale", True), ("exact", True)):
+        module = Delayed("SGD")
+        options = {"optimizer_overlap": overlap, "virtual_copies": copies}
+        make_trainer(options=options, precision="bf16-mixed").fit(module, make_loader(20, 5))
+        weights.append(module.head.weight.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.allclose(weights[1], weights[2], rtol=1e-3)
 
 
 class Looks(L.Callback):
@@ -161,10 +158,10 @@ def test_between_steps_everybody_sees_the_newest_weights(tmp_path: Any) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             losses.append(float(self.loss(batch).detach()))
 
-    expected = plain_loop(Delayed(), make_loader(40, 5))
+    expected = plain_loop(Delayed(), make_loader(25, 5))
     looks, module = Looks(), Validates()
     trainer = make_trainer(options=STALE, callbacks=[looks], val_check_interval=1, num_microbatches=1)
-    trainer.fit(module, make_loader(40, 5), make_loader(4, 4))
+    trainer.fit(module, make_loader(25, 5), make_loader(4, 4))
     for seen, after in zip(looks.seen, expected[1:], strict=True):
         torch.testing.assert_close(seen, dict(after), rtol=1e-5, atol=1e-7)
     (batch,) = make_loader(4, 4)
@@ -304,20 +301,6 @@ def test_a_step_that_changes_a_weight_is_refused() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"training_step has changed the weight 'head\.bias' in place"):
         make_trainer(options=STALE, num_microbatches=1).fit(Writes(), make_loader())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"optimizer_overlap": "late"}, "optimizer_overlap='late': use one of 'exact', 'off', 'stale'"),
-        ({**STALE, "stale_after_steps": -1}, "stale_after_steps=-1: use an integer >= 0"),
-        ({**STALE, "stale_after_steps": 1.5}, "stale_after_steps=1.5: use an integer >= 0"),
-        ({"stale_after_steps": 10}, "stale_after_steps=10 has a meaning with optimizer_overlap='stale' alone"),
-    ],
-)
-def test_wrong_options(options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        RoundPipeStrategy(**options)
 
 
 def test_a_warning_says_what_it_means(recwarn: pytest.WarningsRecorder) -> None:

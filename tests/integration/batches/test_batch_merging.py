@@ -162,16 +162,3 @@ def test_numpy_outputs() -> None:
     assert merge2(np.ones((3, 2)), np.zeros((2, 2))).shape == (5, 2)
     assert merge2(np.float32(1.0), np.float32(2.0)) == pytest.approx(1.4)
     assert_identical(merge2(np.ones(4), np.ones(4)), np.ones(4))
-
-
-def test_model_output() -> None:
-    output_type = pytest.importorskip("transformers.modeling_outputs").CausalLMOutput
-    outputs = [
-        output_type(loss=torch.tensor(1.0), logits=rows(2, 4)),
-        output_type(loss=torch.tensor(4.0), logits=rows(1, 4)),
-    ]
-    merged = merge_outputs(outputs, (2, 1), (2, 1))
-    assert type(merged) is output_type
-    torch.testing.assert_close(merged.loss, torch.tensor(2.0))
-    assert merged["logits"] is merged.logits
-    assert torch.equal(merged.logits, torch.cat([rows(2, 4), rows(1, 4)]))

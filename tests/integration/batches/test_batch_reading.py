@@ -275,7 +275,7 @@ def _samples(size: int, draw: Any) -> tuple[list[Any], Callable[[list[Any]], Any
 
 
 @given(st.data(), st.integers(2, 7), st.integers(2, 4))
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=150)
 def test_microbatches_are_what_collating_their_samples_gives_or_the_batch_is_refused(
     data: st.DataObject, size: int, count: int
 ) -> None:

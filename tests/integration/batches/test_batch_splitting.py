@@ -82,7 +82,7 @@ def assert_cut(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 6))
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=50)
 def test_sizes_are_nearly_equal_larger_first_and_not_under_the_minimum(batch: int, count: int, minimum: int) -> None:
     split = split_batch(rows(batch, 2), count, min_rows=minimum)
     assert split.batch_size == sum(split.sizes) == batch
@@ -253,25 +253,11 @@ def test_subclasses_keep_what_they_carry() -> None:
     assert len(attributes["x"]) == 4
 
 
-def test_batch_encoding() -> None:
-    transformers = pytest.importorskip("transformers")
-    batch = transformers.BatchEncoding({"input_ids": rows(5, 3).long(), "labels": rows(5).long()})
-    split = split_batch(batch, 2)
-    assert split.sizes == (3, 2)
-    assert all(type(part) is transformers.BatchEncoding for part in split.microbatches)
-    assert split.microbatches[1].input_ids.shape == (2, 3)
-    assert_cut(batch, split.microbatches, split.sizes)
-    assert batch.input_ids.shape == (5, 3)
-
-
 @pytest.mark.parametrize(
     "samples",
     [
-        [(torch.ones(3) * i, i) for i in range(6)],
         [{"x": torch.ones(3) * i, "name": f"n{i}", "pair": (i, float(i))} for i in range(6)],
         [Point(torch.ones(2), [i, i + 1]) for i in range(6)],
-        [f"text{i}" for i in range(6)],
-        [(torch.ones(2), "name") for _ in range(6)],
     ],
 )
 def test_default_collate(samples: list[Any]) -> None:
@@ -323,7 +309,6 @@ def test_a_tuple_of_equal_tensors_is_a_container() -> None:
     [
         ({"x": rows(8, 3), "weights": rows(7)}, ["batch['weights'] of shape (7,)", "8 by batch['x'] of shape (8, 3)"]),
         ([Pair(rows(4), rows(5)), rows(4)], ["batch[0].mask of shape (5,)", "4 by batch[0].image"]),
-        ((rows(4, 2), rows(3)), ["batch[1] of shape (3,)", "4 by batch[0]"]),
         ({"x": rows(4), "graph": Opaque()}, ["batch['graph'] of type Opaque", "4 by batch['x']"]),
         ({"x": rows(4), "more": iter([1])}, ["batch['more'] of type list_iterator"]),
         (Opaque(), ["batch of type Opaque", "rows are unknown"]),
@@ -333,7 +318,6 @@ def test_a_tuple_of_equal_tensors_is_a_container() -> None:
         ({"x": rows(9), "pair": [rows(9, 2), rows(7, 2)]}, ["batch['pair'][1] of shape (7, 2)", "9 by"]),
         # batches of two loaders, of different sizes, are not two samples
         ([[rows(8, 3), rows(8)], [rows(5, 3), rows(5)]], ["batch[1][0] of shape (5, 3)", "8 by"]),
-        ([rows(8, 3), rows(7)], ["batch[1] of shape (7,)", "8 by"]),
         ([rows(8), rows(8)], ["2 rows (batch, a list of 2 entries)", "8 rows (batch[0] of shape (8,))"]),
         ([rows(8), rows(5)], ["batch[1] of shape (5,)", "8 by"]),
         # collate_fn=lambda samples: samples, with images of 3 channels
@@ -378,7 +362,7 @@ def _nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.data(), st.integers(5, 12), st.integers(2, 6))
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=20)
 def test_any_batch_is_cut_without_loss(data: st.DataObject, batch_size: int, count: int) -> None:
     tree = st.recursive(_leaves(batch_size), _nested, max_leaves=8)
     batch = data.draw(st.tuples(st.just(rows(batch_size, 2)), tree).map(lambda pair: {"x": pair[0], "rest": pair[1]}))

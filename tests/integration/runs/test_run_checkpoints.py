@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,21 @@ def weights(module: Any, trainer: L.Trainer) -> dict[str, Any]:
     return {"module": dict(module.state_dict()), "optimizer": trainer.optimizers[0].state_dict()}
 
 
-@pytest.mark.parametrize("step", [2, 3, 4], ids=["mid-epoch", "epoch-end", "second-epoch"])
-def test_resumed_equals_uninterrupted(tmp_path: Path, step: int) -> None:
-    """With dropout, from the same seed, wherever the generator stands. Up to the order of sums: the first step of
-    a process runs its first micro-batch alone."""
-    path = tmp_path / "at.ckpt"
+def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    """In the middle of an epoch, at its end, and in the second one; with dropout, from the same seed, wherever the
+    generator stands. Up to the order of sums: the first step of a process runs its first micro-batch alone."""
+    paths = {step: tmp_path / f"{step}.ckpt" for step in (2, 3, 4)}
     L.seed_everything(3, verbose=False)
-    module, trainer = Small(0.4), make_trainer(max_epochs=2, callbacks=[SavesAt(step, path)])
+    module, trainer = Small(0.4), make_trainer(max_epochs=2, callbacks=[SavesAt(*item) for item in paths.items()])
     trainer.fit(module, resumable())
-
-    L.seed_everything(3, verbose=False)
-    torch.rand(17)  # what else draws between start and resume must not matter
-    resumed, again = Small(0.4), make_trainer(max_epochs=2)
-    again.fit(resumed, resumable(), ckpt_path=path)
-    assert again.global_step == trainer.global_step == 6
-    assert_alike(weights(resumed, again), weights(module, trainer), rtol=1e-5, atol=1e-7)
+    for step, path in paths.items():
+        L.seed_everything(3, verbose=False)
+        torch.rand(17)  # what else draws between start and resume must not matter
+        resumed, again = Small(0.4), make_trainer(max_epochs=2)
+        again.fit(resumed, resumable(), ckpt_path=path)
+        assert again.global_step == trainer.global_step == 6
+        expected = weights(module, trainer)
+        assert_alike(weights(resumed, again), expected, f"from step {step}", rtol=1e-5, atol=1e-7)
 
 
 def test_a_loader_that_begins_again_in_a_resumed_epoch(tmp_path: Path) -> None:
@@ -112,25 +111,21 @@ class Remembers(L.Callback):
         self.seen.append(sorted(checkpoint["state_dict"]) == sorted(pl_module.state_dict()))
 
 
-@pytest.fixture
-def checkpoint_path(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a run with a callback that has a state."""
+    path = tmp_path_factory.mktemp("trained") / "trained.ckpt"
     trainer = make_trainer("plain", callbacks=[Remembers()])
     trainer.fit(Small(), make_loader())
-    trainer.save_checkpoint(tmp_path / "trained.ckpt")
-    return tmp_path / "trained.ckpt"
+    trainer.save_checkpoint(path)
+    return path
 
 
-RUNS: dict[str, Callable[..., Any]] = {
-    "fit": lambda trainer, *args, **kwargs: trainer.fit(*args, **kwargs),
-    "validate": lambda trainer, *args, **kwargs: trainer.validate(*args, verbose=False, **kwargs),
-    "test": lambda trainer, *args, **kwargs: trainer.test(*args, verbose=False, **kwargs),
-    "predict": lambda trainer, *args, **kwargs: trainer.predict(*args, **kwargs),
-}
-
-
-@pytest.mark.parametrize("is_connected", [False, True], ids=["by the trainer", "by hand first"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("run", "is_connected"),
+    [("fit", False), ("fit", True), ("validate", True), ("test", False), ("predict", True)],
+    ids=lambda value: value if isinstance(value, str) else "by hand first" if value else "by the trainer",
+)
 def test_callbacks_are_restored_in_every_run(checkpoint_path: Path, run: str, is_connected: bool) -> None:
     """Also where a module was connected, and restored, before it has a trainer: experiment managers do that."""
 
@@ -154,7 +149,7 @@ def test_callbacks_are_restored_in_every_run(checkpoint_path: Path, run: str, is
             connector.restore_model()
             connector.restore_callbacks()
             connector.resume_end()
-        result = RUNS[run](trainer, module, make_loader(), ckpt_path=checkpoint_path)
+        result = getattr(trainer, run)(module, make_loader(), ckpt_path=checkpoint_path)
         return callback.seen, result, dict(module.state_dict())
 
     assert {"number": 5} in both(act)[0] or run != "fit"

@@ -352,22 +352,6 @@ class OnFewer:
         return "result"
 
 
-def test_lost_devices_leave_and_the_same_micro_batches_are_run_again(make_retry: Any, forgotten: list[str]) -> None:
-    pool = cpu_pool(4, copies=True)
-    retry, attempts = make_retry(3, pool=pool, go_on_without=pool.drop), OnFewer(pool, (1,), (0, 2))
-    with pytest.warns(UserWarning, match="training_step has lost") as warned:
-        _, result = retry.run("training_step", torch.zeros(20, 1), split, attempts)
-    assert result == "result"
-    assert attempts.tried == [(4, 3), (3, 3), (1, 3)]
-    assert [str(warning.message) for warning in warned] == [
-        "training_step has lost virtual device 1 (gone). It is run again without, and so will be the next ones: on 3 "
-        "devices, with the same results.",
-        "training_step has lost virtual device 0 (gone), virtual device 2 (gone). It is run again without, and so will "
-        "be the next ones: on 1 device, with the same results.",
-    ]
-    assert forgotten == []
-
-
 def test_a_step_may_lose_a_device_and_not_fit_on_the_others(make_retry: Any) -> None:
     pool = cpu_pool(2, memory_limit=1)
     fits = Attempts(fits_from=8)
