@@ -201,11 +201,6 @@ def assert_same_order(result: StepResult, simulated: Timeline) -> None:
         assert simulated.actions(device) == list(actions)
 
 
-@pytest.fixture(autouse=True)
-def one_thread_per_operator() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_simulator_knows_when_the_engine_does_what(case: Case) -> None:
     clock = Clock(case.partition)

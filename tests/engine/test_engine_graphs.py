@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,16 +16,15 @@ from tests.support.engine.random_graphs import (
     WIDTH,
     Graph,
     Instruction,
-    make_engine,
+    make_steps,
     names,
     plain_gradients,
     programs,
-    run,
     some_units,
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=50)
 @given(
     program=programs,
     frozen=some_units,
@@ -48,11 +46,10 @@ def test_gradients_are_those_of_autograd(
     torch.manual_seed(seed)
     graph = Graph(program, frozen, dropout=0.0).double()
     rows = torch.randn(5, WIDTH, dtype=torch.float64)
-    engine = make_engine(graph, planner(seed), devices=devices, round_size=round_size, copies=copies)
-    for step in range(3):  # recorded, planned, and with another number of micro-batches under the same plan
-        count = num_microbatches if step < 2 else 6 - num_microbatches
-        expected = plain_gradients(graph, rows, count)
-        result = run(engine, graph, rows, count, seed=step)
+    steps = make_steps(graph, planner(seed), num_devices=devices, round_size=round_size, copies=copies)
+    expected = plain_gradients(graph, rows, num_microbatches)
+    for step, count in enumerate((num_microbatches, 6 - num_microbatches)):  # recorded, then planned for any number
+        result = steps.train(rows.tensor_split(count), step)
         assert result.num_off_plan == 0
         assert names(graph, result.gradients) == names(graph, expected)
         for parameter, gradient in expected.items():
@@ -67,7 +64,7 @@ def assert_identical(graph: Graph, one: StepResult, other: StepResult) -> None:
             assert torch.equal(one.gradients[parameter], other.gradients[parameter]), name
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(program=programs, frozen=some_units, devices=st.integers(1, 4), seed=st.integers(0, 2**32))
 def test_a_kept_graph_and_a_recomputed_one_agree(
     program: list[Instruction], frozen: frozenset[int], devices: int, seed: int
@@ -77,12 +74,11 @@ def test_a_kept_graph_and_a_recomputed_one_agree(
     torch.manual_seed(seed)
     graph = Graph(program, frozen, dropout=0.4)
     rows = torch.randn(2, WIDTH)
-    kept = make_engine(graph, everything_kept, devices=1, round_size=None, copies=False)
     recomputed_copies = devices % 2 == 0
-    recomputed = make_engine(graph, everything_recomputed, devices=devices, round_size=None, copies=recomputed_copies)
-    for engine in (kept, recomputed):
-        run(engine, graph, rows, 1, seed=0)  # records the plan
-    one, other = run(kept, graph, rows, 1, seed=1), run(recomputed, graph, rows, 1, seed=1)
+    kept = make_steps(graph, everything_kept)
+    recomputed = make_steps(graph, everything_recomputed, num_devices=devices, copies=recomputed_copies)
+    # The first step records the plan.
+    one, other = ([steps.train([rows], seed) for seed in range(2)][1] for steps in (kept, recomputed))
     uses = Counter(i.unit for i in program if i.kind in ("unit", "join", "fork", "share_weight"))
     if not recomputed_copies or max(uses.values(), default=0) <= 2:
         assert_identical(graph, one, other)
@@ -100,23 +96,22 @@ class Chain(Graph):
         super().__init__([Instruction("unit", i % NUM_UNITS, i + 1, 0) for i in range(5)], frozenset(), dropout=0.5)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("num_microbatches", [1, 5])
-def test_kept_and_recomputed_chains_agree_on_any_number_of_devices(devices: int, num_microbatches: int) -> None:
+def test_kept_and_recomputed_chains_agree_on_any_number_of_devices() -> None:
     graph = Chain()
-    rows = torch.randn(11, WIDTH)
+    parts = torch.randn(11, WIDTH).tensor_split(5)
 
     def results(plan: Planner, devices: int) -> list[StepResult]:
-        engine = make_engine(graph, plan, devices=devices, round_size=None, copies=False)
-        return [run(engine, graph, rows, num_microbatches, seed) for seed in range(3)]
+        steps = make_steps(graph, plan, num_devices=devices)
+        return [steps.train(parts, seed) for seed in range(3)]
 
-    kept, recomputed = results(everything_kept, 1), results(everything_recomputed, devices)
-    for one, other in zip(kept, recomputed, strict=True):
-        assert_identical(graph, one, other)
+    kept = results(everything_kept, 1)
+    for devices in (2, 8):
+        for one, other in zip(kept, results(everything_recomputed, devices), strict=True):
+            assert_identical(graph, one, other)
     assert not torch.equal(torch.stack(kept[1].outputs), torch.stack(kept[2].outputs)), "the step's seed has no effect"
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(
     program=programs,
     devices=st.integers(2, 4),
@@ -130,14 +125,14 @@ def test_several_rounds_give_the_same_bits_in_every_run(
     """Whichever device finishes first: parts of a gradient are added up in the order of the rounds."""
     torch.manual_seed(seed)
     graph = Graph(program, frozenset(), dropout=0.3)
-    rows = torch.randn(6, WIDTH)
+    parts = torch.randn(6, WIDTH).chunk(6)
     switch_interval = sys.getswitchinterval()
     results = []
     try:
         for interval in (switch_interval, 1e-5):  # other threads come first
             sys.setswitchinterval(interval)
-            engine = make_engine(graph, planner(seed), devices=devices, round_size=round_size, copies=copies)
-            results.append([run(engine, graph, rows, 6, seed=step) for step in range(2)])
+            steps = make_steps(graph, planner(seed), num_devices=devices, round_size=round_size, copies=copies)
+            results.append([steps.train(parts, step) for step in range(2)])
     finally:
         sys.setswitchinterval(switch_interval)
     for one, other in zip(*results, strict=True):

@@ -128,13 +128,12 @@ def stages(costs: CostProfile, machine: Machine, num_microbatches: int, training
 
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("step", [scalar, dictionary, functional])
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("copies", [False, True], ids=["aliases", "copies"])
+@pytest.mark.parametrize(("num_devices", "copies"), [(1, False), (3, True)], ids=["one device", "copies"])
 def test_one_microbatch_has_logits(step: Callable[[Model, Any], Any], num_devices: int, copies: bool) -> None:
     watch = Watch()
     model = Model(watch)
     steps = Steps(model, stages, num_devices=num_devices, copies=copies)
-    for seed in range(3):
+    for seed in range(2):
         batches = [(i, torch.randn(ROWS, WIDTH), torch.arange(ROWS)) for i in range(6)]
         steps.train(
             batches,
@@ -143,6 +142,6 @@ def test_one_microbatch_has_logits(step: Callable[[Model, Any], Any], num_device
             loss_of=lambda output: output["loss"] if isinstance(output, dict) else output,
         )
         assert watch.owners() == set()
-    assert watch.seen >= 3 * 6 * 2
+    assert watch.seen >= 2 * 6 * 2
     assert watch.later == []
     assert watch.most == 1

@@ -13,20 +13,18 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import Link, TimedLink
-from lightning_roundpipe.engine.runner import Engine
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from lightning_roundpipe.planning.plan import StageMemoryError, needed_bytes, plan_training
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.partitions import planner
 from tests.support.engine.random_graphs import (
     WIDTH,
-    Cell,
     Graph,
     Instruction,
+    make_steps,
     names,
     plain_gradients,
     programs,
-    run,
     some_units,
 )
 from tests.support.engine.steps import Steps
@@ -59,7 +57,7 @@ class Chain(nn.Module):
         return self.head(x).square().mean()
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=18)
 @given(
     width=st.sampled_from([4, 16]),
     hidden=st.lists(st.sampled_from([4, 24, 64]), min_size=1, max_size=4),
@@ -128,12 +126,12 @@ def _plain_gradients(net: nn.Module, microbatches: list[Tensor]) -> list[Tensor 
     return [parameter.grad for parameter in plain.parameters()]
 
 
-def make_engine(graph: nn.Module, seed: int, devices: int, link: Link, limit: int | None) -> tuple[Engine, DevicePool]:
+def limited(graph: Graph, seed: int, devices: int, link: Link, limit: int | None) -> Steps:
     pool = DevicePool([torch.device("cpu")] * devices, link=link, memory_limit=limit)
-    return Engine(graph, pool, planner(seed), round_size=2, unit_classes=[Cell], num_threads=1), pool
+    return make_steps(graph, planner(seed), pool=pool, round_size=2)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     program=programs,
     frozen=some_units,
@@ -156,22 +154,23 @@ def test_a_limit_is_kept_and_changes_no_result(
     graph = Graph(program, frozen, dropout=0.0).double()
     rows = torch.randn(5, WIDTH, dtype=torch.float64)
     expected = plain_gradients(graph, rows, num_microbatches)
-    free, pool = make_engine(graph, seed, devices, LazyLink(), None)
+    parts = rows.tensor_split(num_microbatches)
+    free = limited(graph, seed, devices, LazyLink(), None)
     for step in range(2):  # the second one has the plan of all that follow
-        run(free, graph, rows, num_microbatches, seed=step)
+        free.train(parts, step)
     # What micro-batches wait with on devices that they leave depends on timing.
-    limit = int(share * (max(device.memory.peak for device in pool.devices) + num_microbatches * rows.nbytes))
-    engine, pool = make_engine(graph, seed, devices, LazyLink() if lazy else TimedLink(), limit)
-    for step in range(3):
+    limit = int(share * (max(device.memory.peak for device in free.pool.devices) + num_microbatches * rows.nbytes))
+    steps = limited(graph, seed, devices, LazyLink() if lazy else TimedLink(), limit)
+    for step in range(2):
         try:
-            result = run(engine, graph, rows, num_microbatches, seed=step)
+            result = steps.train(parts, step)
         except DeviceOutOfMemoryError:
             assert share < 1.0
             continue
         finally:
-            assert all(device.memory.peak <= limit for device in pool.devices)
+            assert all(device.memory.peak <= limit for device in steps.pool.devices)
         assert names(graph, result.gradients) == names(graph, expected)
         for parameter, gradient in expected.items():
             torch.testing.assert_close(result.gradients[parameter], gradient, rtol=1e-9, atol=1e-12)
-    engine.close()
-    assert [device.memory.used for device in pool.devices] == [0] * devices
+    steps.engine.close()
+    assert [device.memory.used for device in steps.pool.devices] == [0] * devices

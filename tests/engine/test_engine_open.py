@@ -38,7 +38,6 @@ class Net(nn.Module):
 @pytest.fixture
 def net() -> Net:
     torch.manual_seed(3)
-    torch.set_num_threads(1)
     return Net()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,17 +79,21 @@ def expected() -> list[Tensor]:
 
 def points(link: str) -> Iterator[tuple[Training, Fault]]:
     """Trainings whose next step loses a device at one of its uses of each kind: the first device at every fifth, the
-    second one, which has seven times as many, at every ninth; and then at none."""
-    for kind in KINDS[:1] if link == "shared" else KINDS:
-        for number, each in ((0, 5), (1, 9)):
-            for at in range(0, 10_000, each):
+    second one, which has seven times as many, at every ninth. Where lanes have threads, the same code comes to the same
+    uses, so that half of them are enough."""
+    counted = Training(link)
+    counted.step()
+    counters = [Fault(device) for device in counted.pool.devices]
+    counted.step()
+    for number, each in enumerate((11, 19) if link == "timed" else (5, 9)):
+        counts = Counter(counters[number].uses)
+        assert counts.keys() == set(KINDS[:1] if link == "shared" else KINDS)
+        for kind, count in counts.items():
+            for at in range(0, count, each):
                 training = Training(link)
                 training.step()
                 is_late = kind != "run" and (at + number) % 2 == 1
-                yield training, (fault := Fault(training.pool[number], at, kind=kind, is_late=is_late))
-                if fault.lost_at is None:
-                    assert at > 0
-                    break
+                yield training, Fault(training.pool[number], at, kind=kind, is_late=is_late)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -97,10 +101,8 @@ def test_step_that_loses_a_device_leaves_nothing_and_can_be_run_on_the_other(lin
     for training, fault in points(link):
         buffers = {name: value.clone() for name, value in training.model.named_buffers()}
         before, threads = training.state(), threading.active_count()
-        with contextlib.suppress(DeviceLostError):
+        with pytest.raises(DeviceLostError):
             training.step()
-            assert fault.lost_at is None
-            continue
         torch.testing.assert_close(training.state(), before, rtol=0.0, atol=0.0)
         assert threading.active_count() == threads
         training.go_on_without(fault.device)

@@ -175,12 +175,12 @@ class Trained(nn.Module):
         return self.norm(x).pow(4).mean()
 
 
-def train(model: Trained, steps: Steps, num_steps: int, num_microbatches: int) -> list[StepResult]:
+def train(model: Trained, steps: Steps) -> list[StepResult]:
     generator = torch.Generator().manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     results = []
-    for step in range(num_steps):
-        parts = torch.randn(11, WIDTH, generator=generator).tensor_split(num_microbatches)
+    for step in range(5):
+        parts = torch.randn(11, WIDTH, generator=generator).tensor_split(4)
         results.append(steps.train(parts, step))
         for parameter, gradient in results[-1].gradients.items():
             parameter.grad = gradient.clone()
@@ -188,13 +188,12 @@ def train(model: Trained, steps: Steps, num_steps: int, num_microbatches: int) -
     return results
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
-@pytest.mark.parametrize(("num_devices", "num_microbatches"), [(1, 4), (2, 1), (4, 4)])
+@pytest.mark.parametrize(("num_devices", "copies"), [(1, True), (4, False), (4, True)])
 def test_new_plans_change_no_bit_of_the_results(
-    num_devices: int, num_microbatches: int, copies: bool, monkeypatch: pytest.MonkeyPatch
+    num_devices: int, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "_MIN_GAIN", -math.inf)
-    rng = random.Random(10 * num_devices + num_microbatches)
+    rng = random.Random(num_devices)
     # Copies add up the gradients of several calls of a unit in one stage before those of other stages.
     model = Trained([0, 1, 2, 3, 4, 2, 1, 2] if not copies else [0, 1, 2, 3, 4])
     reference = copy.deepcopy(model)
@@ -210,10 +209,10 @@ def test_new_plans_change_no_bit_of_the_results(
     def make(root: nn.Module, planner: plans.Planner) -> Steps:
         return Steps(root, planner, num_devices=num_devices, copies=copies)
 
-    results = train(model, make(model, always_another), 9, num_microbatches)
-    expected = train(reference, make(reference, kept), 9, num_microbatches)
-    assert [step for step, result in enumerate(results, start=1) if result.replanned] == [2, 4, 8]
-    assert len(planned) == 4
+    results = train(model, make(model, always_another))
+    expected = train(reference, make(reference, kept))
+    assert [step for step, result in enumerate(results, start=1) if result.replanned] == [2, 4]
+    assert len(planned) == 3
     assert {result.partition for result in results} == set(planned)
     assert not any(result.num_off_plan for result in results)
     for one, other in zip(results, expected, strict=True):

@@ -66,16 +66,14 @@ def work_shares(engine: Engine, result: StepResult) -> list[float]:
     return [ms / sum(work) for ms in work]
 
 
-@pytest.mark.parametrize("speeds", [(1.0, 0.5), (0.4, 1.0), (1.0, 1.0, 0.5), (1.0, 0.6, 0.3)], ids=str)
+@pytest.mark.parametrize("speeds", [(0.4, 1.0), (1.0, 1.0, 0.5), (1.0, 0.6, 0.3)], ids=str)
 def test_devices_get_work_in_proportion_to_their_speed(speeds: tuple[float, ...]) -> None:
+    """And costs are those at the speed of the median device."""
     engine, model = engine_on(unequal_pool(speeds))
-    last = steps(engine, model, 9)[-1]
+    last = steps(engine, model, 5)[-1]
     assert work_shares(engine, last) == pytest.approx([speed / sum(speeds) for speed in speeds], abs=0.06)
-
-
-def test_costs_are_those_at_the_speed_of_the_median_device() -> None:
-    engine, model = engine_on(unequal_pool((1.0, 1.0, 0.5)))
-    steps(engine, model, 9)
+    if speeds != (1.0, 1.0, 0.5):
+        return
     profile = engine.costs("train")
     assert profile is not None
     assert [call.forward_ms for call in profile.calls] == pytest.approx([4.0, 5.0, 3.0, 4.0, 6.0])

@@ -46,11 +46,6 @@ class Fault:
             changed = lane
             changed.submit = functools.partial(self._submit, lane, lane.submit)
 
-    @property
-    def lost_at(self) -> str | None:
-        """The use at which the device was lost; None if it was not."""
-        return None if self.device.lost is None or self._at is None else self.uses[self._at]
-
     def _use(self, what: str) -> bool:
         """Whether it is the one."""
         with self._lock:

@@ -205,12 +205,14 @@ def each_call_its_stage(count: int, training: bool) -> Partition:
     return cut_at(count, training, range(1, count), range(1, count), count - 1)
 
 
-def assert_order(result: StepResult) -> None:
-    """Every device ran exactly its list, in this order and one action after the other."""
+def assert_order(result: StepResult, *, skips: bool = False) -> None:
+    """Every device ran exactly its list, in this order and one action after the other; where micro-batches skip units,
+    it may leave actions out."""
     assert result.schedule is not None
     assert result.num_off_plan == 0
     found = [result.timeline.actions(device) for device in range(result.schedule.num_devices)]
-    assert found == [list(actions) for actions in result.schedule.devices]
+    lists = zip(result.schedule.devices, map(set, found), strict=True)
+    assert found == [[action for action in actions if action in ran or not skips] for actions, ran in lists]
     spans = sorted(result.timeline.spans, key=lambda span: (span.device, span.start_ms))
     for one, other in pairwise(spans):
         assert one.device != other.device or one.end_ms <= other.start_ms, (one, other)
@@ -253,7 +255,7 @@ def random_case(rng: random.Random, features: frozenset[str], num_devices: int, 
         num_ordered = kinds.index(StageKind.FUSED) + 1 if writes else 0
         return random_schedule(rng, num_stages, num_microbatches, num_devices, num_ordered)
 
-    path = [rng.randrange(3) for _ in range(rng.randint(1, 4))]
+    path = [rng.randrange(3) for _ in range(rng.choice((1, 3, 4, 5)))]
     case = Case(path, features, num_devices, copies=copies, scheduler=scheduler)
     case.planner = planner
     return case

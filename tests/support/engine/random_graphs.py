@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_roundpipe.engine.runner import Engine, Planner, StepRequest, StepResult
-from tests.support.engine.lazy_link import cpu_pool
+from tests.support.engine.steps import Steps
 
 WIDTH = 3
 NUM_UNITS = 4
@@ -96,16 +96,9 @@ class Graph(nn.Module):
         return [nn.functional.linear(a, cell.second.weight)]
 
 
-def make_engine(root: nn.Module, plan: Planner, *, devices: int, round_size: int | None, copies: bool) -> Engine:
-    return Engine(
-        root, cpu_pool(devices, copies=copies), plan, round_size=round_size, unit_classes=[Cell], num_threads=1
-    )
-
-
-def run(engine: Engine, graph: Graph, rows: Tensor, num_microbatches: int, seed: int) -> StepResult:
-    parts = rows.tensor_split(num_microbatches)
-    weights = [len(part) / len(rows) for part in parts]
-    return engine.run(StepRequest(graph.step, parts, weights, "train", seed, loss_of=lambda loss: loss))
+def make_steps(graph: Graph, planner: Any, **options: Any) -> Steps:
+    """Of the graph, whose cells are units; see :class:`Steps`."""
+    return Steps(graph, planner, unit_classes=[Cell], **options)
 
 
 def plain_gradients(graph: Graph, rows: Tensor, num_microbatches: int) -> dict[nn.Parameter, Tensor]:
