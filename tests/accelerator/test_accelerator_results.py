@@ -128,7 +128,6 @@ class FromItself(Generating):
 
 
 MODELS: dict[str, Callable[[], Generating]] = {
-    "greedy": lambda: Generating("Llama"),
     "beams": lambda: Generating("GPT2", num_beams=3),
     "static cache": lambda: Generating("Llama", cache_implementation="static"),
 }

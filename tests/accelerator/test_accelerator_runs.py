@@ -194,7 +194,7 @@ def test_masters_that_travel_as_low_copies_are_not_locked() -> None:
     pool = DevicePool([torch.device("sim", index) for index in range(2)])
     ours = Training(Model(), pool=pool)
     locked: set[str] = set()
-    for step in [ours.evaluate, *[ours.train] * 4] * 3:
+    for step in [ours.evaluate, *[ours.train] * 4] * 2:
         step()
         locked |= {name for name, parameter in ours.model.named_parameters() if parameter.is_pinned()}
     low = {f"{unit}.{name}" for unit in ("head", *(f"blocks.{i}" for i in range(4))) for name in ours.low_names(unit)}

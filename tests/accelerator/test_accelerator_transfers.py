@@ -239,23 +239,27 @@ def train(make: Callable[[], Classifier], kind: str, *callbacks: L.Callback, dev
 
 
 @functools.cache
-def plain(make: Callable[[], Classifier]) -> Run:
-    """Trained once for all tests."""
-    return train(make, "plain")
+def trained(make: Callable[[], Classifier], kind: str) -> Run:
+    """Once for all tests."""
+    return train(make, kind)
 
 
 def _options(kind: str, devices: Any) -> dict[str, Any]:
     return {"accelerator": "roundpipe", "devices": devices, "num_microbatches": 3} if kind == "roundpipe" else {}
 
 
-@pytest.mark.parametrize(
-    "devices", [[0, 1], [0, 0], [0, 1, 0], [0, 1, 0, 1]], ids=lambda devices: "".join(map(str, devices))
-)
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+# Two devices on one GPU and a third one on another, for all; the others for what goes between most devices.
+CASES = [
+    *((make, [0, 1, 0]) for make in MODELS),
+    *((make, devices) for make in (Residual, LooseParameters) for devices in ([0, 0], [0, 1, 0, 1])),
+]
+
+
+@pytest.mark.parametrize(("make", "devices"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_no_thread_of_user_code_is_held_up_in_a_steady_step(
-    make: Callable[[], Classifier], watch: Watch, devices: list[int]
+    make: Callable[[], Classifier], devices: list[int], watch: Watch
 ) -> None:
-    expected = plain(make)
+    expected = trained(make, "plain")
     found = train(make, "roundpipe", watch, devices=devices)
     assert_alike(found.watch.losses, expected.watch.losses)
     assert_alike(found.state, expected.state)
@@ -265,13 +269,12 @@ def test_no_thread_of_user_code_is_held_up_in_a_steady_step(
 
 @pytest.mark.parametrize("make", [Residual, LooseParameters], ids=lambda make: make.__name__)
 def test_results_are_the_same_in_every_run_bit_for_bit(make: Callable[[], Classifier]) -> None:
-    first, second = (train(make, "roundpipe") for _ in range(2))
-    assert_identical(second.results, first.results)
+    assert_identical(train(make, "roundpipe").results, trained(make, "roundpipe").results)
 
 
 def test_gradients_of_small_parameters_do_not_depend_on_the_devices() -> None:
     """Which use was where is a matter of the plan, and that of measured costs."""
-    first, second = (train(LooseParameters, "roundpipe", devices=devices) for devices in ([0, 1], [0, 1, 2, 3]))
+    first, second = trained(LooseParameters, "roundpipe"), train(LooseParameters, "roundpipe", devices=[0, 1, 2, 3])
     for one, other in zip(first.watch.gradients, second.watch.gradients, strict=True):
         for name in ("gate", "mix", "scale"):
             assert_identical(one[name], other[name])

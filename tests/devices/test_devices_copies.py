@@ -26,7 +26,7 @@ def bulk_of(num_bytes: int) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- pieces
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=6),
     dtype=st.sampled_from([torch.uint8, torch.float32, torch.complex128]),
@@ -93,19 +93,19 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("is_bulk", [True, False], ids=["bulk", "activation"])
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("kind", TENSORS)
-def test_copies_equal_their_sources_and_share_nothing_with_them(kind: str, link: str, is_bulk: bool) -> None:
+def test_copies_equal_their_sources_and_share_nothing_with_them(kind: str, link: str) -> None:
     source = TENSORS[kind]()
     with opened(LINKS[link]()) as device:
-        (copy,) = device.upload([source], "x", is_bulk=is_bulk).wait(Edge.WEIGHTS)
-        assert torch.equal(copy, source)
-        assert (copy.dtype, copy.shape, copy.requires_grad) == (source.dtype, source.shape, False)
-        assert copy.numel() == 0 or copy.data_ptr() != source.data_ptr()
-        if kind in ("plain", "transposed", "channels last"):
-            assert copy.stride() == source.stride()
-        assert device.h2d.num_bytes == source.numel() * source.element_size()
+        for is_bulk in (True, False):
+            (copy,) = device.upload([source], "x", is_bulk=is_bulk).wait(Edge.WEIGHTS)
+            assert torch.equal(copy, source)
+            assert (copy.dtype, copy.shape, copy.requires_grad) == (source.dtype, source.shape, False)
+            assert copy.numel() == 0 or copy.data_ptr() != source.data_ptr()
+            if kind in ("plain", "transposed", "channels last"):
+                assert copy.stride() == source.stride()
+        assert device.h2d.num_bytes == 2 * source.numel() * source.element_size()
         assert device.d2h.num_bytes == 0
 
 

@@ -243,11 +243,9 @@ def test_an_accelerator_may_have_less_than_cuda(monkeypatch: pytest.MonkeyPatch)
     driver.empty_cache()
 
 
-@pytest.mark.parametrize(
-    ("device_type", "expected"), [("cuda", True), ("xpu", True), ("cpu", False), ("mps", False), ("meta", False)]
-)
-def test_accelerators_with_streams_and_memory_are_supported(device_type: str, expected: bool) -> None:
-    assert is_supported(device_type) is expected
+def test_accelerators_with_streams_and_memory_are_supported() -> None:
+    supported = [kind for kind in ("cuda", "xpu", "cpu", "mps", "meta") if is_supported(kind)]
+    assert supported == ["cuda", "xpu"]
 
 
 def test_older_versions_of_torch_cannot_tell_the_fraction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,27 +43,6 @@ def lane_threads() -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- priorities
 
 
-@pytest.mark.parametrize("num_chunks", [2, 2000])
-def test_an_activation_waits_for_the_rest_of_one_chunk(num_chunks: int) -> None:
-    """One chunk takes a millisecond; it is submitted after a quarter of the first one, and takes a tenth itself."""
-    clock = FlyingClock()
-    ended: list[float] = []
-    activations: list[Transfer] = []
-    with opened(timed_link(clock)) as device:
-
-        def submit() -> None:
-            activations.append(device.upload([bulk_of(100)], "x"))
-            activations[0].when_done(Edge.INPUTS, lambda: ended.append(clock.ms))
-
-        clock.at(0.25, submit)
-        stage = device.upload([bulk_of(1000 * num_chunks)], "weights", is_bulk=True)
-        clock.start()
-        (copy,) = stage.wait(Edge.WEIGHTS)
-        assert torch.equal(copy, bulk_of(1000 * num_chunks))
-        activations[0].await_done()
-    assert ended == [pytest.approx(1.1)]
-
-
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     bulk=st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=4), min_size=1, max_size=5),

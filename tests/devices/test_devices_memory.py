@@ -271,7 +271,7 @@ def test_room_comes_from_copies_that_are_waited_for(link: Link) -> None:
 Operation = tuple[str, Kind, int]
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     operations=st.lists(
         st.tuples(

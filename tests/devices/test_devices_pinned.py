@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
-import subprocess
+import os
 import sys
 import threading
 import warnings
@@ -26,7 +27,8 @@ MIB = 2**20
 
 
 def large(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.ones(2 * MIB, dtype=dtype)
+    """2 MiB, or 4 in double precision: twice what is worth a lock, or more."""
+    return torch.ones(MIB // 2, dtype=dtype)
 
 
 def whole_pages(tensor: Tensor) -> int:
@@ -66,7 +68,7 @@ def test_locked_memory_is_not_freed_before_it_is_unlocked(driver: PageLocks, mem
 
 def test_memory_that_is_locked_already_is_left_alone(driver: PageLocks, memory: PageLockedMemory) -> None:
     tensor = large()
-    driver.page_lock(tensor.data_ptr(), 8 * MIB)
+    driver.page_lock(tensor.data_ptr(), tensor.nbytes)
     lock_in_place(memory, tensor)
     assert memory.in_place_bytes == 0
     memory.dispose()
@@ -88,7 +90,7 @@ def test_a_refusal_is_told_once_with_its_size(driver: PageLocks, memory: PageLoc
         travel(memory, *weights)  # it is not tried again
         buffer, is_locked = memory.empty_like(torch.empty(3 * MIB))
     assert not is_locked
-    assert memory.pageable_bytes == (8 + 16 + 12) * MIB
+    assert memory.pageable_bytes == (2 + 4 + 12) * MIB
     buffer.fill_(3.0)
     assert buffer.sum() == 9.0 * MIB
     memory.dispose()
@@ -107,7 +109,7 @@ def test_many_threads_lock_it_once(driver: PageLocks, memory: PageLockedMemory) 
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(source.nbytes for _, source in reads) == 4 * 3 * 8 * MIB
+    assert sum(source.nbytes for _, source in reads) == 4 * 3 * 2 * MIB
     assert all(is_locked(driver, source) for _, source in reads)
     assert memory.in_place_bytes == sum(map(whole_pages, tensors))
 
@@ -143,7 +145,7 @@ def test_weights_are_locked_in_place_when_they_travel_in_a_third_step(
 
 
 def test_weights_that_travel_now_and_then_are_not_locked(driver: PageLocks, memory: PageLockedMemory) -> None:
-    rare, others = large(), torch.ones(MIB)
+    rare, others = large(), large()
     for step in range(12):
         travel(memory, others, *([rare] if step % 3 == 0 else []))
     assert not is_at(driver, rare.data_ptr() + PAGE)
@@ -158,10 +160,9 @@ def test_weights_that_travel_now_and_then_are_not_locked(driver: PageLocks, memo
         lambda: torch.randn(4, 6)[:, ::2],
         lambda: torch.randn(3, 1).expand(3, 4),
         lambda: torch.tensor(2.5),
-        lambda: torch.randn(1400, 1500)[:, ::2],
-        lambda: torch.randn(1400, 1500).t(),
+        lambda: torch.randn(700, 800)[:, ::2],
     ],
-    ids=["small", "turned", "spread", "expanded", "scalar", "large and spread", "large and turned"],
+    ids=["small", "turned", "spread", "expanded", "scalar", "large and spread"],
 )
 def test_what_is_not_locked_is_staged_in_one_buffer(
     driver: PageLocks, memory: PageLockedMemory, make: Callable[[], Tensor]
@@ -205,7 +206,7 @@ def test_memory_that_was_replaced_is_let_go_when_the_next_step_begins(
     assert not is_at(driver, goes)
     assert is_at(driver, stays)
     assert freed() is None
-    assert 8 * MIB - 2 * PAGE <= memory.in_place_bytes <= 8 * MIB
+    assert 2 * MIB - 2 * PAGE <= memory.in_place_bytes <= 2 * MIB
 
 
 @pytest.mark.parametrize("hold", [lambda w: w[5:7], lambda w: w.untyped_storage(), lambda w: w.numpy()])
@@ -251,7 +252,7 @@ def neighbours(num_bytes: int) -> list[Tensor]:
     return [torch.frombuffer(whole, dtype=torch.uint8, offset=i * num_bytes, count=num_bytes) for i in range(3)]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1)], ids=str)
 def test_neighbours_on_one_page_travel_from_locked_memory(order: Sequence[int]) -> None:
     driver = Paged()
     memory = driver.host
@@ -295,7 +296,7 @@ def _opened(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     files = pytest.importorskip("safetensors.torch")
     files.save_file(weights, path)
     with files.safe_open(path, "pt") as file:
-        return {"a": file.get_tensor("a"), "b": file.get_slice("b")[: MIB + 3]}
+        return {"a": file.get_tensor("a"), "b": file.get_slice("b")[: MIB // 4 + 3]}
 
 
 def _torch(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -305,8 +306,9 @@ def _torch(path: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
-@pytest.mark.parametrize("load", [_safetensors, _opened, _torch])
-@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize(
+    ("load", "has_room"), [(_safetensors, True), (_opened, True), (_opened, False), (_torch, True), (_torch, False)]
+)
 def test_weights_in_a_mapped_file_are_locked_where_they_are_if_the_host_has_room_for_copies(
     driver: PageLocks,
     memory: PageLockedMemory,
@@ -316,8 +318,8 @@ def test_weights_in_a_mapped_file_are_locked_where_they_are_if_the_host_has_room
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pinned, "total_bytes", lambda: 80 * MIB)
-    monkeypatch.setattr(pinned, "available_bytes", lambda: (18 if has_room else 17) * MIB)
-    weights = load(tmp_path / "weights", {"a": torch.randn(2 * MIB), "b": torch.randn(2 * MIB)})
+    monkeypatch.setattr(pinned, "available_bytes", lambda: (12 if has_room else 11) * MIB)
+    weights = load(tmp_path / "weights", {"a": torch.randn(MIB // 2), "b": torch.randn(MIB // 2)})
     for _ in range(4):
         reads = travel(memory, *weights.values())
         assert all(is_locked(driver, read) for read in reads)
@@ -325,62 +327,43 @@ def test_weights_in_a_mapped_file_are_locked_where_they_are_if_the_host_has_room
     assert memory.pageable_bytes == 0
 
 
-_FORK = """
-import os, sys, types, torch
+# --- forks -------------------------------------------------------------------------------------------------------
 
-package = types.ModuleType("lightning_roundpipe")  # in place of the real one, which takes long to import
-package.__path__ = [{path!r}]
-sys.modules[package.__name__] = package
-from lightning_roundpipe.common.pages import PAGE
-from lightning_roundpipe.devices.gpu import pinned
 
-class Driver:
-    def page_lock(self, address, num_bytes):
-        return 0
-
-    def page_unlock(self, address):
-        pass
-
-    def is_page_locked(self, tensor):
-        return False
-
-memory = pinned.PageLockedMemory(Driver())
-weights, shared = torch.ones(2**20), torch.ones(2**20).share_memory_()
-for _ in range(3):
-    memory.begin_step()
-    memory.staged([(torch.empty_like(tensor), tensor) for tensor in (weights, shared)])
-assert memory.in_place_bytes >= 2 * 2**22 - 2 * PAGE
-buffer, _ = memory.empty_like(weights)
-buffer.fill_(1.0)
-
-def in_child(work):
+def status_of_child(work: Callable[[], object]) -> int:
+    """Of a fork that does ``work``: 0, or less if a signal has ended it."""
     child = os.fork()
     if child == 0:
-        work()
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-def drop():
-    global weights, buffer, memory
-    del weights, buffer, memory
-
-def touch(tensor):
-    return lambda: tensor[:].sum().item()
-
-torch.set_num_threads(1)
-print(in_child(lambda: None), in_child(touch(shared)), in_child(drop))
-print(in_child(touch(weights)), in_child(touch(buffer)))
-memory.dispose()
-print(in_child(touch(weights)), in_child(touch(buffer)))
-"""
+        faulthandler.disable()  # it would report what is expected
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_children_of_a_fork_do_not_get_what_is_locked() -> None:
     """Linux would copy it at once. They may free it, though, and get what was shared before."""
-    program = _FORK.format(path=str(Path(pinned.__file__).parents[2]))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    fine, crashed, after = done.stdout.splitlines()
-    assert fine == "0 0 0"
-    assert all(status != "0" for status in crashed.split()), crashed
-    assert after == "0 0"
+    torch.set_num_threads(1)
+    driver, shared = PageLocks(), torch.ones(MIB).share_memory_()
+    held: dict[str, Any] = {"driver": driver, "weights": torch.ones(MIB)}
+    lock_in_place(driver.host, held["weights"], shared)
+    assert driver.host.in_place_bytes >= 2 * 4 * MIB - 2 * PAGE
+    held["buffer"] = driver.host.empty_like(shared)[0].fill_(1.0)
+    del driver
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    assert status_of_child(drop) == 0
+    assert status_of_child(shared.sum) == 0
+    for name in ("weights", "buffer"):
+        assert status_of_child(held[name].sum) < 0
+    held["driver"].host.dispose()
+    for name in ("weights", "buffer"):
+        assert status_of_child(held[name].sum) == 0

@@ -63,10 +63,10 @@ def make_blocker() -> tuple[Gated, threading.Event]:
 
 
 class Held:
-    """Four weights in four buckets, whose update has begun and waits for :meth:`release`."""
+    """Weights, each a bucket of its own, whose update has begun and waits for :meth:`release`."""
 
-    def __init__(self, num_free: int = 0) -> None:
-        self.weights = make_weights(shapes=((4, 3), (4,), (2, 4), (3, 3)))
+    def __init__(self, num_free: int = 0, num_weights: int = 4) -> None:
+        self.weights = make_weights(shapes=((4, 3), (4,), (2, 4), (3, 3))[:num_weights])
         fill_gradients(self.weights, 0)
         self.old = [w.detach().clone() for w in self.weights]
         self.new = [w.detach() - 0.5 * w.grad for w in self.weights if w.grad is not None]

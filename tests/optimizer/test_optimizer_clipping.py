@@ -27,7 +27,7 @@ def always_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_threads", [1, 3, 16])
 @pytest.mark.parametrize("max_norm", [1.0, 1e6])
 def test_gradients_times_the_factor_are_those_that_torch_has_clipped(
     dtype: torch.dtype, num_threads: int, max_norm: float

@@ -94,39 +94,36 @@ def test_who_needs_a_copy_waits_for_its_bucket_and_converts_nothing(trained: Tra
     assert set(trained.converted) <= {"roundpipe-optimizer"}
 
 
-def _through_data(weight: nn.Parameter) -> None:
+def _through_data(weight: nn.Parameter, view: Tensor) -> None:
     weight.data[0].clamp_(max=0.0)
 
 
-def _through_numpy(weight: nn.Parameter) -> None:
+def _through_numpy(weight: nn.Parameter, view: Tensor) -> None:
     weight.detach().numpy()[0] = 3.0
 
 
-def _in_place(weight: nn.Parameter) -> None:
+def _in_place(weight: nn.Parameter, view: Tensor) -> None:
     with torch.no_grad():
         weight.mul_(2.0)
 
 
-def _replaced(weight: nn.Parameter) -> None:
+def _replaced(weight: nn.Parameter, view: Tensor) -> None:
     weight.data = weight.data + 1
 
 
-@pytest.mark.parametrize("write", [_through_data, _through_numpy, _in_place, _replaced])
-def test_a_weight_that_was_written_is_converted_anew(trained: Trained, write: Callable[[nn.Parameter], None]) -> None:
+def _through_an_older_view(weight: nn.Parameter, view: Tensor) -> None:
+    view.mul_(2.0)
+
+
+@pytest.mark.parametrize("write", [_through_data, _through_numpy, _in_place, _replaced, _through_an_older_view])
+def test_a_weight_that_was_written_is_converted_anew(
+    trained: Trained, write: Callable[[nn.Parameter, Tensor], None]
+) -> None:
     """Also where the write leaves no trace, in all but a few values or in all."""
-    trained.update()
-    trained.updates.join()
-    write(trained.weights[0])
-    found = trained.step()
-    assert trained.converted == ["MainThread"]
-    assert_identical(found, trained.right)
-
-
-def test_a_write_through_an_older_view_is_seen(trained: Trained) -> None:
     view = trained.weights[0].detach()
     trained.update()
     trained.updates.join()
-    view.mul_(2.0)
+    write(trained.weights[0], view)
     found = trained.step()
     assert trained.converted == ["MainThread"]
     assert_identical(found, trained.right)

@@ -196,12 +196,12 @@ def no_endless_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Held]:
-    """Weights with gradients and an optimizer; no update has begun."""
+    """Two weights with gradients and an optimizer; no update has begun."""
 
     def make() -> Held:
         with monkeypatch.context() as patch:
             patch.setattr(Updates, "start", lambda *args: None)
-            return Held()
+            return Held(num_weights=2)
 
     return make
 
@@ -404,7 +404,7 @@ class Forks(Plain):
 
 @needs_fork
 def test_an_update_that_forks_does_not_wait_for_itself() -> None:
-    weights = make_weights()
+    weights = make_weights()[:2]
     fill_gradients(weights, 0)
     optimizer, updates = Forks(weights), Updates(1)
     optimizer.statuses = []

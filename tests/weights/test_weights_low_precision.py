@@ -85,13 +85,16 @@ def test_a_write_without_trace_is_seen_when_another_kind_of_step_begins() -> Non
         assert torch.equal(weights.source(master, LOW), master.to(LOW))
 
 
-def test_what_copies_take_is_known_before_they_are_made() -> None:
+def test_what_copies_take_is_known_before_they_are_made_and_given_back_when_the_engine_is_closed() -> None:
     ours = Training(Model())
     ours.train()
     assert ours.weights.host_bytes == 0
     expected = ours.weights.expected_bytes
     ours.train()
     assert ours.weights.host_bytes == expected > 0
+    ours.engine.close()
+    assert ours.weights.host_bytes == 0
+    ours.train()
 
 
 def test_trainable_masters_are_trusted_between_steps_without_an_update() -> None:

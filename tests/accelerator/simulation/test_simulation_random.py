@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -11,17 +10,14 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.accelerator
 
+# Those that the tests of training draw are compared there.
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropout": nn.Dropout(0.5),
     "alpha-dropout": nn.AlphaDropout(0.5),
     "multinomial": lambda x: torch.multinomial(x.abs() + 0.1, 100, replacement=True),
     "multinomial-once": lambda x: torch.multinomial(x.abs() + 0.1, 100),
     "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
-    "normal": lambda x: torch.randn_like(x),
-    "uniform": lambda x: x.clone().uniform_(),
     "integers": lambda x: torch.randint_like(x, 1000),
     "permutation": lambda x: torch.randperm(1000, device=x.device),
-    "gumbel": lambda x: nn.functional.gumbel_softmax(x),
 }
 
 
@@ -39,14 +35,6 @@ def test_same_seed_gives_the_same_numbers_and_the_next_draw_others(name: str, on
     assert torch.equal(draw(ones), first)
     assert torch.equal(draw(ones), second)
     assert not torch.equal(first, second)
-
-
-def test_delay_changes_no_number(ones: Tensor, sim: ModuleType) -> None:
-    torch.manual_seed(3)
-    expected = nn.functional.dropout(ones)
-    torch.manual_seed(3)
-    with sim.options(delay_us=500, jitter=1):
-        assert torch.equal(nn.functional.dropout(ones), expected)
 
 
 def test_generator_of_its_own_gives_its_own_numbers() -> None:

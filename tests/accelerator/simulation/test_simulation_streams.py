@@ -30,15 +30,6 @@ def test_stream_that_is_held_goes_on_and_fails_when_the_host_waits_for_it(
         sim.synchronize(0)
 
 
-def test_events_with_timing_tell_the_time_between_them(sim: ModuleType) -> None:
-    before, after = sim.Event(enable_timing=True), sim.Event(enable_timing=True)
-    before.record()
-    sim._sleep(1000)
-    after.record()
-    after.synchronize()
-    assert before.elapsed_time(after) >= 1
-
-
 def test_reader_without_a_wait_finds_poison_and_is_a_race(sim: ModuleType) -> None:
     side, x = sim.Stream("sim:0"), torch.ones(64, device="sim:0")
     sim.synchronize(0)
@@ -107,48 +98,11 @@ def test_wait_for_a_stream_orders_what_that_stream_has_waited_for(sim: ModuleTyp
     assert sim.stats()["races"] == 0
 
 
-def test_delay_and_jitter_change_no_result(sim: ModuleType) -> None:
-    with sim.options(delay_us=200, jitter=1):
-        x = torch.ones(8, device="sim:0")
-        for _ in range(5):
-            x = x * 2
-        assert (x.cpu() == 32).all()
-
-
-def test_options_are_put_back(sim: ModuleType) -> None:
-    x = torch.ones(3, device="sim:0")
-    with sim.options(sync=1):
-        x.add_(1)
-        assert sim.current_stream(0).query(), "every operator waits for its end"
-    with sim.held():
-        x.add_(1)
-        assert not sim.current_stream(0).query()
-
-
-def test_unknown_option_is_refused(sim: ModuleType) -> None:
-    with pytest.raises(KeyError, match="colour"), sim.options(colour=1):
-        pass
-
-
 def test_error_on_the_device_comes_with_the_next_synchronisation_once(sim: ModuleType) -> None:
     nn.functional.embedding(torch.tensor([9], device="sim:0"), torch.ones(3, 3, device="sim:0"))
     with pytest.raises(RuntimeError, match="asynchronously"):
         sim.synchronize(0)
     sim.synchronize(0)
-
-
-def test_accelerator_api_finds_devices_and_streams(sim: ModuleType) -> None:
-    assert torch.accelerator.current_accelerator() == torch.device("sim")
-    assert torch.accelerator.device_count() == sim.device_count()
-    with sim.device(1):
-        assert torch.accelerator.current_device_index() == sim.current_device() == 1
-        assert torch.empty(1, device="sim").device.index == 1
-        with sim.device(0):
-            assert torch.empty(1, device="sim").device.index == 0
-    stream = torch.Stream("sim:0")
-    with stream:
-        assert torch.accelerator.current_stream() == stream
-    assert isinstance(stream, sim.Stream)
 
 
 def test_new_thread_begins_on_device_zero(sim: ModuleType) -> None:
