@@ -1,6 +1,6 @@
 """Every example runs as a newcomer would run it: a process of its own, the command of its docstring, less work.
 
-The processes are forks; see :mod:`tests.support.forks`. Ranks that torchrun starts have interpreters of their own.
+The processes are forks; see :mod:`tests.support.forks`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import pytest
 import torch
 
 from tests.support.forks import Forks
+from tests.support.huggingface import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
+TORCHRUN = ROOT / "tests" / "support" / "rank_runs" / "restarted.py"  # what it does with two ranks
 
 
 @pytest.fixture
@@ -115,13 +117,21 @@ def test_demo_keeps_short_functions_of_common_words() -> None:
 
 
 def test_finetune_lora(run: Callable[..., str], tmp_path: Path) -> None:
-    text = tmp_path / "notes.txt"
+    """``--model`` with a folder, whose tokenizer cannot pad: the same code as for a name on the hub."""
+    import transformers
+
+    folder, text = str(tmp_path / "model"), tmp_path / "notes.txt"
+    write_checkpoint(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    assert transformers.AutoTokenizer.from_pretrained(folder).pad_token is None
     text.write_text(
         "\n\n".join(f"Paragraph {number}: " + "water and salt. " * (number % 5 + 1) for number in range(64))
     )
     output = run(
         "finetune_lora.py",
-        *("--text", str(text), "--output", str(tmp_path / "adapter")),
+        *("--model", folder, "--text", str(text), "--output", str(tmp_path / "adapter")),
         *("--max-steps", "4", "--batch-size", "8", "--length", "48", "--lr", "0.01", "--devices", "2"),
     )
     losses = losses_in(output)
@@ -132,39 +142,6 @@ def test_finetune_lora(run: Callable[..., str], tmp_path: Path) -> None:
         "adapter_model.safetensors",
     }
     assert_ends_with_picture_and_table(output, tmp_path / "finetune_lora.svg", "tokens/s")
-
-
-def test_finetune_lora_loads_a_model_and_its_tokenizer(run: Callable[..., str], tmp_path: Path) -> None:
-    """``--model`` with a folder: the same code as for a name on the hub."""
-    tokenizers = pytest.importorskip("tokenizers")
-    import transformers
-
-    words = ["<pad>", "<unk>", "water", "and", "salt"]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(tmp_path / "model")
-    config = transformers.LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    text = tmp_path / "notes.txt"
-    text.write_text("\n\n".join("water and salt and water and " * (number % 3 + 1) for number in range(16)))
-    output = run(
-        "finetune_lora.py",
-        *("--model", str(tmp_path / "model"), "--text", str(text), "--output", str(tmp_path / "adapter")),
-        *("--max-steps", "2", "--batch-size", "4", "--lr", "0.01", "--devices", "2"),
-    )
-    assert len(losses_in(output)) == 2
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +201,8 @@ def test_gradients_are_clipped_with_the_precision_of_gpus(script: str, tmp_path:
 
 
 def test_dpo_prefers_the_chosen_answers(run: Callable[..., str], tmp_path: Path) -> None:
-    output = run("dpo.py", "--max-steps", "4", "--lr", "0.01", "--devices", "2", "--output", str(tmp_path / "adapter"))
+    small = ("--max-steps", "4", "--length", "48", "--batch-size", "8", "--lr", "0.01", "--devices", "2")
+    output = run("dpo.py", *small, "--output", str(tmp_path / "adapter"))
     gained = re.search(r"(\d+)% of the chosen answers have gained", output)
     assert gained
     assert int(gained[1]) > 50
@@ -289,10 +267,7 @@ def test_several_machines_with_two_ranks_and_on_from_their_checkpoint(
 ) -> None:
     small = ("--length", "48", "--batch-size", "4", "--checkpoint-every", "3", "--devices", "2", "--lr", "0.01")
     script = str(EXAMPLES / "several_machines" / "train.py")
-    torchrun = tmp_path / "torchrun.py"
-    torchrun.write_text("from torch.distributed.run import main\n\nmain()\n")
-    ranks = ("--standalone", "--nproc-per-node=2")
-    output = forks.run(torchrun, *ranks, script, *small, "--max-steps", "6", folder=tmp_path)
+    output = forks.run(TORCHRUN, script, *small, "--max-steps", "6", folder=tmp_path, needs=["peft"])
     losses = losses_in(output)
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.3

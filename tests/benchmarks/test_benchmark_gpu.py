@@ -17,7 +17,17 @@ from benchmarks.gpu import facts, machine, probes, processes
 from benchmarks.gpu.measuring import Job, Meter
 from benchmarks.gpu.models import TINY
 from benchmarks.gpu.probes import LockSampler, device_figures
-from benchmarks.gpu.results import IncompleteError, NotRunError, Options, Progress, Results, Step, load
+from benchmarks.gpu.results import (
+    MEASURED,
+    NOT_RUN,
+    IncompleteError,
+    NotRunError,
+    Options,
+    Progress,
+    Results,
+    Step,
+    load,
+)
 from benchmarks.gpu.table import table
 from tests.gpu.conftest import make_late
 
@@ -247,6 +257,13 @@ class InThisProcess:
         return 0
 
 
+def numbers(found: Any) -> list[float]:
+    """All numbers in nested figures."""
+    if isinstance(found, dict):
+        return [number for value in found.values() for number in numbers(value)]
+    return [found] if isinstance(found, float) else []
+
+
 def test_a_stage_is_run_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +280,11 @@ def test_a_stage_is_run_and_shown(
     assert written is not None
     assert written["options"]["scale"] == "tiny"
     assert written["machine"]["torch"] == str(torch.__version__)
+    states = {name: step["state"] for name, step in written["steps"].items()}
+    assert states == {step.name: NOT_RUN if step.name == "register" else MEASURED for step in facts.steps(OPTIONS)}
+    measured = numbers({name: step["figures"] for name, step in written["steps"].items()})
+    assert len(measured) == 9
+    assert all(number > 0 for number in measured)
 
 
 def test_a_stage_is_ended_at_its_limit_with_all_that_it_has_started(

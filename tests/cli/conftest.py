@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ RunJson = Callable[..., dict[str, Any]]
 RunFailing = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def quick_plans() -> Iterator[None]:
+@contextmanager
+def quick_search() -> Iterator[None]:
     """Plans are searched for in fewer attempts: test_cli_paper.py has what the best ones take."""
     speed.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -29,10 +31,16 @@ def quick_plans() -> Iterator[None]:
     speed.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def quick_plans() -> Iterator[None]:
+    with quick_search():
+        yield
+
+
 @pytest.fixture
 def llama() -> CostProfile:
-    """32 layers and a head, with the times that the RoundPipe paper measured."""
-    return MODELS["Llama-3.1-8B"].profile()
+    """12 layers of Llama-3.1-8B and its head, with the times that the RoundPipe paper measured."""
+    return replace(MODELS["Llama-3.1-8B"], num_layers=12).profile()
 
 
 @pytest.fixture

@@ -18,16 +18,10 @@ from lightning_roundpipe import __version__
 from lightning_roundpipe.cli import main, plan
 from lightning_roundpipe.planning import CallCost, CostProfile
 from tests.cli.conftest import RunFailing
+from tests.cli.test_cli_models import SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("plan", "simulate", "estimate", "timeline", "doctor")
-
-
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--version"])
-    assert exit_info.value.code == 0
-    assert capsys.readouterr().out == f"roundpipe {__version__}\n"
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +143,7 @@ LIGHT: list[tuple[tuple[str, ...], int]] = [
     (("plan", "--profile", "PROFILE", "--devices", "2", "--microbatches", "4", "--timeline", "TRACE"), 0),
     (("timeline", "TRACE"), 0),
     (("simulate", "--profile", "PROFILE", "--devices", "2", "--microbatches", "4"), 0),
-    (("estimate", "--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512"), 0),
+    (("estimate", "--model", "CONFIG", "--gpu", "rtx4090", "--seq-len", "512"), 0),
     (("estimate", "--model", "no such model", "--gpu", "rtx4090", "--seq-len", "512"), 2),
     (("estimate", "--model", "nobody/nothing", "--gpu", "rtx4090", "--seq-len", "512"), 2),
 ]
@@ -157,7 +151,9 @@ LIGHT: list[tuple[tuple[str, ...], int]] = [
 
 def test_commands_import_no_torch(llama_file: str, tmp_path: Path) -> None:
     """As the console script; --help takes a tenth of a second because of this."""
-    files = {"PROFILE": llama_file, "TRACE": str(tmp_path / "trace.json")}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", **SIZES}), encoding="utf-8")
+    files = {"PROFILE": llama_file, "TRACE": str(tmp_path / "trace.json"), "CONFIG": str(config)}
     lines = [[files.get(argument, argument) for argument in arguments] for arguments, _ in LIGHT]
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(lines)],

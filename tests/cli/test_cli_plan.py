@@ -22,19 +22,19 @@ from lightning_roundpipe.planning import (
 from tests.cli.conftest import RunFailing, RunJson
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
-PIPELINE = ("--devices", "8", "--microbatches", "16")
+PIPELINE = ("--devices", "4", "--microbatches", "8")
 MACHINE = (
     *("--device-memory", "24GiB", "--h2d", "25GB/s", "--d2h", "20GB/s", "--latency", "10us"),
     *("--host-bandwidth", "200GB/s", "--optimizer-rate", "4GB/s", "--hop-ms", "1.6"),
 )
-AS_PLANNED = Machine(8, 24 * 2**30, 25e6, 20e6, 0.01, 200e6, 4e6, hop_ms=1.6)
+AS_PLANNED = Machine(4, 24 * 2**30, 25e6, 20e6, 0.01, 200e6, 4e6, hop_ms=1.6)
 
 
 def test_json_is_what_the_planner_says(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
-    document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--round-size", "8")
-    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=8)
+    document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--round-size", "4")
+    plan = plan_training(llama, AS_PLANNED, num_microbatches=8, round_size=4)
     partition, costs = plan.partition, stage_costs(plan.partition, llama)
-    schedule = round_robin(partition.num_stages, 16, 8, round_size=8, splits=plan.splits)
+    schedule = round_robin(partition.num_stages, 8, 4, round_size=4, splits=plan.splits)
     simulation = simulate(schedule, costs, AS_PLANNED)
     assert document["partition"] == partition.format()
     assert document["splits"] == [row["devices_at_a_time"] for row in document["stages"]] == list(plan.splits)
@@ -48,7 +48,7 @@ def test_json_is_what_the_planner_says(llama: CostProfile, llama_file: str, run_
     assert [device["memory_bytes"] for device in document["devices"]] == list(simulation.memory_bytes)
     assert [device["h2d_bytes"] for device in document["devices"]] == list(simulation.h2d_bytes)
     assert [device["d2h_bytes"] for device in document["devices"]] == list(simulation.d2h_bytes)
-    busy = sum(device["busy_fraction"] for device in document["devices"]) / 8
+    busy = sum(device["busy_fraction"] for device in document["devices"]) / 4
     assert busy == pytest.approx(1 - document["bubble_ratio"])
     assert max(simulation.memory_bytes) <= 24 * 2**30
     assert document["machine"]["device_memory_bytes"] == 24 * 2**30
@@ -64,14 +64,14 @@ def test_a_machine_that_is_left_out_is_unlimited(llama: CostProfile, llama_file:
     document = run_json("plan", "--profile", llama_file, *PIPELINE)
     assert document["machine"]["h2d_bytes_per_ms"] is None  # infinite
     assert document["machine"]["device_memory_bytes"] is None
-    assert document["round_size"] == 16  # two per device
-    plan = plan_training(llama, Machine(8), num_microbatches=16, round_size=16)
+    assert document["round_size"] == 8  # two per device
+    plan = plan_training(llama, Machine(4), num_microbatches=8, round_size=8)
     assert (document["partition"], document["splits"]) == (plan.partition.format(), list(plan.splits))
 
 
 def test_every_stage_on_one_device_at_a_time(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     document = run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE, "--no-split")
-    plan = plan_training(llama, AS_PLANNED, num_microbatches=16, round_size=16, may_split=False)
+    plan = plan_training(llama, AS_PLANNED, num_microbatches=8, round_size=8, may_split=False)
     assert set(document["splits"]) == {1}
     assert document["partition"] == plan.partition.format()
     assert run_json("plan", "--profile", llama_file, *PIPELINE, *MACHINE)["step_ms"] < document["step_ms"]
@@ -86,8 +86,8 @@ def test_people_are_told_why_stages_are_split(llama_file: str, capsys: pytest.Ca
 
 
 def test_a_round_holds_no_more_than_all_micro_batches(llama_file: str, run_json: RunJson) -> None:
-    few = ("plan", "--profile", llama_file, "--devices", "8", "--microbatches", "4")
-    assert run_json(*few)["round_size"] == run_json(*few, "--round-size", "7")["round_size"] == 4
+    few = ("plan", "--profile", llama_file, "--devices", "4", "--microbatches", "2")
+    assert run_json(*few)["round_size"] == run_json(*few, "--round-size", "7")["round_size"] == 2
 
 
 def test_files_hold_what_was_planned(llama: CostProfile, llama_file: str, run_json: RunJson, tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_files_hold_what_was_planned(llama: CostProfile, llama_file: str, run_js
     arguments = ("--timeline", str(trace), "--png", str(picture))
     document = run_json("plan", "--profile", llama_file, *PIPELINE, *arguments)
     timeline = Timeline.from_chrome_trace(json.loads(trace.read_text(encoding="utf-8")))
-    assert timeline.num_devices == 8
+    assert timeline.num_devices == 4
     assert timeline.bubble_ratio == pytest.approx(document["bubble_ratio"], abs=1e-6)
-    schedule = round_robin(len(document["stages"]), 16, 8, splits=document["splits"])
-    assert [timeline.actions(device) for device in range(8)] == list(map(list, schedule.devices))
+    schedule = round_robin(len(document["stages"]), 8, 4, splits=document["splits"])
+    assert [timeline.actions(device) for device in range(4)] == list(map(list, schedule.devices))
     assert max(document["splits"]) > 1
     assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
 
@@ -166,13 +166,13 @@ def test_a_saved_machine_is_planned_for_and_options_take_its_place(
     llama_file: str, run_json: RunJson, tmp_path: Path
 ) -> None:
     shared = [{"devices": [0, 1], "bytes_per_ms": 30e6}]
-    devices = [{"speed": 0.5, "h2d_bytes_per_ms": 6e6}, *({} for _ in range(7))]
-    known = {"num_devices": 8, "h2d_bytes_per_ms": 25e6, "transfer_latency_ms": 0.01}
+    devices = [{"speed": 0.5, "h2d_bytes_per_ms": 6e6}, *({} for _ in range(3))]
+    known = {"num_devices": 4, "h2d_bytes_per_ms": 25e6, "transfer_latency_ms": 0.01}
     path = machine_file(tmp_path, **known, devices=devices, shared_links=shared)
     arguments = ("plan", "--profile", llama_file, *PIPELINE, "--machine", path)
     machine = run_json(*arguments)["machine"]
     assert (machine["h2d_bytes_per_ms"], machine["transfer_latency_ms"]) == (25e6, 0.01)
-    assert [device["h2d_bytes_per_ms"] for device in machine["devices"]] == [6e6] + [25e6] * 7
+    assert [device["h2d_bytes_per_ms"] for device in machine["devices"]] == [6e6] + [25e6] * 3
     assert machine["shared_links"] == shared
     machine = run_json(*arguments, "--h2d", "20GB/s", "--device-memory", "24GiB")["machine"]
     assert (machine["h2d_bytes_per_ms"], machine["device_memory_bytes"]) == (20e6, 24 * 2**30)
@@ -185,13 +185,13 @@ def test_a_machine_whose_devices_are_alike_serves_for_any_number(
 ) -> None:
     path = machine_file(tmp_path, num_devices=2, h2d_bytes_per_ms=25e6)
     machine = run_json("plan", "--profile", llama_file, *PIPELINE, "--machine", path)["machine"]
-    assert (machine["num_devices"], machine["h2d_bytes_per_ms"]) == (8, 25e6)
+    assert (machine["num_devices"], machine["h2d_bytes_per_ms"]) == (4, 25e6)
 
 
 def test_options_that_say_what_holds_without_a_file_take_its_place(
     llama_file: str, run_json: RunJson, tmp_path: Path
 ) -> None:
-    path = machine_file(tmp_path, num_devices=8, transfer_latency_ms=0.5, num_ranks=4, hop_ms=1.5)
+    path = machine_file(tmp_path, num_devices=4, transfer_latency_ms=0.5, num_ranks=4, hop_ms=1.5)
     arguments = ("plan", "--profile", llama_file, *PIPELINE, "--machine", path)
     for options, expected in (((), (0.5, 4, 1.5)), (("--latency", "0us", "--ranks", "1", "--hop-ms", "0"), (0, 1, 0))):
         machine = run_json(*arguments, *options)["machine"]

@@ -26,7 +26,7 @@ from lightning_roundpipe.planning import (
 from tests.cli.conftest import RunFailing, RunJson
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
-PIPELINE = ("--devices", "8", "--microbatches", "16")
+PIPELINE = ("--devices", "4", "--microbatches", "8")
 NAMES = ["GPipe", "1F1B", "interleaved 1F1B", "looped BFS", "RoundPipe synchronous", "RoundPipe asynchronous"]
 
 
@@ -42,14 +42,14 @@ def test_bound_schedules_take_the_fastest_number_of_stages(
     times = [2 * call.forward_ms + call.backward_ms for call in llama.calls]
     times[-1] -= llama.calls[-1].forward_ms  # the head keeps its graph
     for name, schedules in (
-        ("GPipe", [gpipe(8, 16)]),
-        ("1F1B", [one_f_one_b(8, 16)]),
-        ("interleaved 1F1B", [interleaved_one_f_one_b(num_stages, 16, 8) for num_stages in (16, 24, 32)]),
-        ("looped BFS", [looped_bfs(num_stages, 16, 8) for num_stages in (16, 24, 32)]),
+        ("GPipe", [gpipe(4, 8)]),
+        ("1F1B", [one_f_one_b(4, 8)]),
+        ("interleaved 1F1B", [interleaved_one_f_one_b(num_stages, 8, 4) for num_stages in (8, 12)]),
+        ("looped BFS", [looped_bfs(num_stages, 8, 4) for num_stages in (8, 12)]),
     ):
         cuts = [balanced_cuts(times, schedule.num_stages // 2) for schedule in schedules]
         results = [
-            (simulate(schedule, bound_stage_costs(calls_per_stage, llama), Machine(8, hop_ms=3.2)), calls_per_stage)
+            (simulate(schedule, bound_stage_costs(calls_per_stage, llama), Machine(4, hop_ms=3.2)), calls_per_stage)
             for schedule, calls_per_stage in zip(schedules, cuts, strict=True)
         ]
         simulation, calls_per_stage = min(results, key=lambda result: result[0].step_ms)
@@ -63,7 +63,7 @@ def test_bound_schedules_take_the_fastest_number_of_stages(
 @pytest.mark.parametrize("slowest", [1.0, 0.4])
 def test_synchronous_roundpipe_is_the_plan(llama_file: str, run_json: RunJson, tmp_path: Path, slowest: float) -> None:
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({"machine": {"num_devices": 8, "devices": [{}] * 7 + [{"speed": slowest}]}}))
+    path.write_text(json.dumps({"machine": {"num_devices": 4, "devices": [{}] * 3 + [{"speed": slowest}]}}))
     arguments = ("--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--machine", str(path))
     found = rows(run_json("simulate", *arguments, "--only", "roundpipe-sync"))["RoundPipe synchronous"]
     planned = run_json("plan", *arguments)
@@ -76,11 +76,11 @@ def test_synchronous_roundpipe_is_the_plan(llama_file: str, run_json: RunJson, t
 def test_asynchronous_roundpipe_overlaps_steps(llama: CostProfile, llama_file: str, run_json: RunJson) -> None:
     arguments = ("simulate", "--profile", llama_file, *PIPELINE, "--hop-ms", "3.2", "--steps", "3")
     found = rows(run_json(*arguments, "--only", "roundpipe-async"))["RoundPipe asynchronous"]
-    machine = Machine(8, hop_ms=3.2)
-    plan = plan_training(llama, machine, num_microbatches=16, round_size=16)
-    schedule = round_robin(plan.partition.num_stages, 16, 8, splits=plan.splits, num_steps=3)
+    machine = Machine(4, hop_ms=3.2)
+    plan = plan_training(llama, machine, num_microbatches=8, round_size=8)
+    schedule = round_robin(plan.partition.num_stages, 8, 4, splits=plan.splits, num_steps=3)
     costs = stage_costs(plan.partition, llama)
-    simulation = simulate(schedule, costs, machine, microbatches_per_step=16, optimizer="asynchronous")
+    simulation = simulate(schedule, costs, machine, microbatches_per_step=8, optimizer="asynchronous")
     assert found["stages"] == plan.partition.format()
     assert found["step_ms"] == simulation.step_ms
     assert found["bubble_ratio"] == simulation.timeline.bubble_parts["inside"]
@@ -102,12 +102,12 @@ def test_speeds_are_relative_to_the_fastest_that_binds_stages(llama_file: str, r
 
 
 def test_memory_is_compared_with_the_limit(llama_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", "--profile", llama_file, "--devices", "4", "--microbatches", "8"]
-    assert main([*arguments, "--device-memory", "24GiB"]) == 0
+    arguments = ["simulate", "--profile", llama_file, *PIPELINE]
+    assert main([*arguments, "--device-memory", "20GiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     marked = {line.split("  ")[0] for line in lines if "(!)" in line and not line.startswith("(!)")}
     assert marked == {"GPipe", "1F1B", "interleaved 1F1B", "looped BFS"}
-    assert lines[-1] == "(!) More than the 24.0 GiB of a device: it would not run."
+    assert lines[-1] == "(!) More than the 20.0 GiB of a device: it would not run."
     assert main(arguments) == 0
     assert "(!)" not in capsys.readouterr().out
 
@@ -115,7 +115,7 @@ def test_memory_is_compared_with_the_limit(llama_file: str, capsys: pytest.Captu
 def test_one_device_over_the_limit_is_enough(
     llama_file: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("simulate", "--profile", llama_file, "--devices", "4", "--microbatches", "8", "--only", "gpipe")
+    arguments = ("simulate", "--profile", llama_file, *PIPELINE, "--only", "gpipe")
     memory = rows(run_json(*arguments))["GPipe"]["memory_bytes"]
     limit = max(memory) - 1
     assert min(memory) < limit
@@ -129,17 +129,17 @@ def test_schedules_that_cannot_run_say_why(llama_file: str, run_json: RunJson) -
         arguments = ("--devices", number, "--microbatches", microbatches, "--only", *names)
         return rows(run_json("simulate", "--profile", llama_file, *arguments))
 
-    found = found_on("8", "12", "interleaved", "looped-bfs")
-    assert found["interleaved 1F1B"]["skipped"] == "needs a multiple of 8 micro-batches, got 12"
+    found = found_on("4", "6", "interleaved", "looped-bfs")
+    assert found["interleaved 1F1B"]["skipped"] == "needs a multiple of 4 micro-batches, got 6"
     assert "step_ms" not in found["interleaved 1F1B"]
     assert found["looped BFS"]["skipped"] is None
-    found = found_on("20", "20", "1f1b", "interleaved", "looped-bfs")
+    found = found_on("8", "8", "1f1b", "interleaved", "looped-bfs")
     for name in ("interleaved 1F1B", "looped BFS"):
-        assert found[name]["skipped"] == "needs 2 calls for each of 20 devices, the profile has 33"
+        assert found[name]["skipped"] == "needs 2 calls for each of 8 devices, the profile has 13"
     assert found["1F1B"]["skipped"] is None
-    found = found_on("40", "40", "gpipe", "1f1b", "roundpipe-sync")
+    found = found_on("16", "16", "gpipe", "1f1b", "roundpipe-sync")
     for name in ("GPipe", "1F1B"):
-        assert found[name]["skipped"] == "needs a call for each of 40 devices, the profile has 33"
+        assert found[name]["skipped"] == "needs a call for each of 16 devices, the profile has 13"
     assert found["RoundPipe synchronous"]["speed"] is None  # nothing to compare with
 
 
@@ -147,16 +147,16 @@ def test_text_names_what_was_left_out_and_the_rest_is_drawn(
     llama_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "p.png"
-    arguments = ["simulate", "--profile", llama_file, *PIPELINE[:3], "12", "--only", "1f1b", "interleaved"]
+    arguments = ["simulate", "--profile", llama_file, *PIPELINE[:3], "6", "--only", "1f1b", "interleaved"]
     assert main([*arguments, "--png", str(picture)]) == 0
     text = capsys.readouterr().out
-    assert "12 micro-batches on 8 devices" in text
-    assert "interleaved 1F1B was left out: it needs a multiple of 8 micro-batches, got 12." in text
+    assert "6 micro-batches on 4 devices" in text
+    assert "interleaved 1F1B was left out: it needs a multiple of 4 micro-batches, got 6." in text
     assert "RoundPipe sync" not in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_of_nothing_is_refused(llama_file: str, run_failing: RunFailing) -> None:
-    arguments = ("--devices", "8", "--microbatches", "12", "--only", "interleaved", "--png", "p.png")
+    arguments = (*PIPELINE[:3], "6", "--only", "interleaved", "--png", "p.png")
     message = run_failing("simulate", "--profile", llama_file, *arguments)
     assert "--png has nothing to draw: none of the schedules can run" in message

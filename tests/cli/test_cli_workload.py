@@ -69,7 +69,6 @@ def attention_without_scores(
 LAYERS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"intermediate_size": 512, "num_key_value_heads": 2}),
-    ("mistral", {"head_dim": 32}),
     ("qwen3", {"head_dim": 32}),
     ("gemma2", {"head_dim": 16}),
     ("mixtral", {**LOCAL_EXPERTS, "num_local_experts": 4}),

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from email.parser import HeaderParser
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ import yaml
 import lightning_roundpipe
 from lightning_roundpipe import RoundPipeStrategy
 from tests.package import builds
+from tests.support.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_roundpipe"
@@ -99,23 +100,30 @@ def requirements(metadata: list[tuple[str, str]], extra: str | None) -> set[str]
     return found
 
 
-def _imports(tree: ast.AST, *, in_functions: bool) -> Iterator[str]:
-    """The libraries that a source imports besides the standard library."""
+def _libraries(nodes: Iterable[ast.AST]) -> set[str]:
+    """The libraries that are imported by these nodes, besides the standard library."""
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module or "")
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"lightning_roundpipe"}
+
+
+def _outside_of_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """The statements that an import of the module runs."""
     for node in ast.iter_child_nodes(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        tops = {name.partition(".")[0] for name in names}
-        yield from tops - sys.stdlib_module_names - {"lightning_roundpipe"}
-        if in_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _imports(node, in_functions=in_functions)
+        yield node
+        if isinstance(node, ast.stmt) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _outside_of_functions(node)
 
 
 def test_what_is_imported_is_declared_and_the_other_way_round(metadata: list[tuple[str, str]]) -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
-    always = {name for tree in trees for name in _imports(tree, in_functions=False)}
+    always = _libraries(node for tree in trees for node in _outside_of_functions(tree))
     assert always == requirements(metadata, None)
-    sometimes = {name for tree in trees for name in _imports(tree, in_functions=True)} - always
+    sometimes = _libraries(node for tree in trees for node in ast.walk(tree)) - always
     assert "matplotlib" in sometimes
     extras = set().union(*(requirements(metadata, extra) for extra in ("hf", "cli", "plot")))
     assert sometimes - extras == set()
@@ -199,12 +207,18 @@ TRAINING = """
 import sys
 from pathlib import Path
 
+# The libraries are those of the process that this is a fork of; this package is the installed one alone.
+folder, checkout = sys.argv[1:]
+sys.path[:] = [folder, *(path for path in sys.path if path != checkout)]
+
 import lightning as L
 import torch
 
 import lightning_roundpipe
+from lightning_roundpipe.cli import machine_facts
 
-assert Path(lightning_roundpipe.__file__).is_relative_to(sys.prefix), lightning_roundpipe.__file__
+assert Path(lightning_roundpipe.__file__).is_relative_to(folder), lightning_roundpipe.__file__
+assert {"torch", "lightning"} <= set(machine_facts.requirements())  # which `roundpipe doctor` looks for
 
 
 class Net(L.LightningModule):
@@ -229,47 +243,44 @@ print("trained", trainer.global_step, "of", trainer.strategy.last_step.num_micro
 
 @pytest.fixture(scope="module")
 def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs of a new environment, which has the wheel, and sees the libraries of this one."""
+    """A new environment, which has the wheel, and sees the libraries of this one."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
-    scripts = folder / "bin"
-    install = ["-m", "pip", "--python", str(scripts / "python"), "install", "--no-deps", "--no-index", "--no-compile"]
-    subprocess.run([sys.executable, *install, "--quiet", str(built.wheel)], check=True, timeout=600)
-    (packages_of_venv,) = (folder / "lib").glob("python*/site-packages")
+    python = str(folder / "bin" / "python")
+    install = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile", "--quiet"]
+    subprocess.run([sys.executable, *install, str(built.wheel)], check=True, timeout=600)
     # A line of such a file is a folder to look into. Files of this kind that lie there are not read: an editable
     # installation of this package stays out.
     libraries = dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
-    (packages_of_venv / "libraries.pth").write_text("".join(f"{path}\n" for path in libraries), encoding="utf-8")
-    return scripts
+    lines = "".join(f"{path}\n" for path in libraries)
+    (packages_of(folder) / "libraries.pth").write_text(lines, encoding="utf-8")
+    return folder
 
 
-def run_outside(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env={**environment, "HF_HUB_OFFLINE": "1"},
+def packages_of(environment: Path) -> Path:
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    return packages
+
+
+def test_the_installed_package_trains(installed: Path, forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING, encoding="utf-8")
+    output = forks.run(script, str(packages_of(installed)), str(ROOT), folder=tmp_path)
+    assert output.splitlines()[-1] == "trained 2 of 4"
+
+
+def test_the_installed_command_runs_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+    """Its configuration is in the wheel."""
+    assert (installed / "bin" / "roundpipe-lightning").exists()
+    arguments = ("--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512", "--devices", "1")
+    result = subprocess.run(
+        [installed / "bin" / "roundpipe", "estimate", *arguments],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
-
-
-def test_the_installed_package_trains_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
-    result = run_outside(tmp_path, installed / "python", "-c", TRAINING)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "trained 2 of 4"
-
-
-def test_the_installed_commands_run_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
-    assert (installed / "roundpipe-lightning").exists()
-    # A configuration in the wheel.
-    arguments = ("--model", "qwen3-1.7b", "--gpu", "rtx4090", "--seq-len", "512", "--devices", "1")
-    result = run_outside(tmp_path, installed / "roundpipe", "estimate", *arguments)
-    assert result.returncode == 0, result.stderr
-    result = run_outside(tmp_path, installed / "roundpipe", "doctor", "--json")
-    document = json.loads(result.stdout)
-    assert result.returncode == int(any(finding["stops"] for finding in document["findings"])), result.stderr
-    assert document["facts"]["package_import"] is True
-    assert document["facts"]["versions"]["lightning-roundpipe"] == lightning_roundpipe.__version__
+    assert "tokens/s" in result.stdout

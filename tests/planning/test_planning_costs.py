@@ -26,15 +26,12 @@ def test_a_profile_survives_json(calls: list[CallCost]) -> None:
     assert CostProfile.from_json(profile.to_json()) == profile
 
 
-def test_a_profile_survives_a_file(tmp_path: Path) -> None:
-    PROFILE.save(tmp_path / "costs.json")
-    assert CostProfile.load(tmp_path / "costs.json") == PROFILE
-
-
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "broken.json"
+def test_a_profile_survives_a_file_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    PROFILE.save(path)
+    assert CostProfile.load(path) == PROFILE
     path.write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"broken\.json: The cost profile is not JSON"):
+    with pytest.raises(ValueError, match=r"costs\.json: The cost profile is not JSON"):
         CostProfile.load(path)
 
 
@@ -44,13 +41,11 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         ({"name": ""}, "non-empty string, got ''"),
         ({"forward_ms": -1.0}, "forward_ms must be a finite number of ms >= 0, got -1.0"),
         ({"forward_ms": float("nan")}, "forward_ms .* got nan"),
-        ({"backward_ms": float("inf")}, "backward_ms .* got inf"),
         ({"backward_ms": "3"}, "backward_ms .* got '3'"),
         ({"backward_ms": True}, "backward_ms .* got True"),
         ({"weight_bytes": -1}, "weight_bytes must be an integer number of bytes >= 0, got -1"),
         ({"gradient_bytes": 1.5}, "gradient_bytes .* got 1.5"),
         ({"input_bytes": False}, "input_bytes .* got False"),
-        ({"output_bytes": None}, "output_bytes .* got None"),
         ({"forward_ms": 1e300}, r"forward_ms .* got 1e\+300"),
         ({"backward_ms": 10**400}, r"backward_ms .* got 10+\.\.\."),
         ({"workspace_bytes": 2**63}, "workspace_bytes .* got 9223372036854775808"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from dataclasses import replace
@@ -65,8 +64,12 @@ def machines(draw: st.DrawFn, *, is_uniform: bool) -> Machine:
     )
 
 
-def check_clock(data: st.DataObject, machine: Machine) -> None:
+@pytest.mark.parametrize("is_uniform", [True, False], ids=["in turn", "devices that differ"])
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(data=st.data())
+def test_the_clock_is_the_simulation(is_uniform: bool, data: st.DataObject) -> None:
     """`dispatch_ms` says what `simulate` says of the schedule that `dispatch` makes, and that one is valid."""
+    machine = data.draw(machines(is_uniform=is_uniform))
     costs = data.draw(st.lists(any_costs, min_size=1, max_size=7))
     num_microbatches = data.draw(st.integers(1, 12))
     counts = st.integers(1, 6)
@@ -84,26 +87,8 @@ def check_clock(data: st.DataObject, machine: Machine) -> None:
     assert dispatch_ms(costs, machine, **options) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(machines(is_uniform=True), st.data())
-def test_the_clock_of_devices_in_turn_is_the_simulation(machine: Machine, data: st.DataObject) -> None:
-    check_clock(data, machine)
-
-
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(machines(is_uniform=False), st.data())
-def test_the_clock_of_devices_that_differ_is_the_simulation(machine: Machine, data: st.DataObject) -> None:
-    check_clock(data, machine)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # By hand
-
-
-def test_devices_that_are_alike_take_turns() -> None:
-    costs = [StageCost(1.0)] * 3
-    schedule = dispatch(costs, Machine(4), num_microbatches=4, splits=(4, 2, 1), first_device=1)
-    assert schedule == round_robin(3, 4, 4, splits=(4, 2, 1), first_device=1)
 
 
 def test_a_device_of_half_the_speed_gets_half_as_much() -> None:
@@ -155,11 +140,9 @@ def test_the_last_additions_on_the_host_count() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # What the planner makes of it
 
-models = pytest.mark.parametrize("name", MODELS)
 HOST_BYTES_PER_MS = 200e6
 
 
-@functools.cache
 def planned(name: str, *, may_split: bool = True) -> tuple[StepPlan, Simulation]:
     """One step of 16 micro-batches on the paper's machine with a host memory of 200 GB/s, and an exact optimizer."""
     model = MODELS[name]
@@ -173,24 +156,19 @@ def planned(name: str, *, may_split: bool = True) -> tuple[StepPlan, Simulation]
     ("name", "percent"),
     [("Qwen3-1.7B", 0.6), ("Llama-3.1-8B", 1.1), ("GPT-OSS-20B", 4.5), ("Qwen3-32B", 0.6), ("Qwen3-235B LoRA", 2.0)],
 )
-def test_splits_leave_little_bubble(name: str, percent: float) -> None:
+def test_splits_leave_little_bubble_and_the_reason_tells_it(name: str, percent: float) -> None:
     """Found: 0.53, 1.02, 4.45, 0.50 and 1.94 %. Without splits it is several times as much."""
-    (plan, simulation), (_, unsplit) = planned(name), planned(name, may_split=False)
+    (plan, simulation), (unsplit_plan, unsplit) = planned(name), planned(name, may_split=False)
     bubble = 100 * simulation.timeline.bubble_ratio
     assert bubble <= percent
     assert 1.9 * bubble < 100 * unsplit.timeline.bubble_ratio
-    assert max(plan.splits) > 1
     assert simulation.step_ms < unsplit.step_ms
-
-
-@models
-def test_the_reason_tells_the_splits_and_the_time(name: str) -> None:
-    plan, simulation = planned(name)
     low, high = min(plan.splits), max(plan.splits)
+    assert high > 1
     assert plan.reason.startswith(f"r={high}: " if low == high else f"r={low} to {high}: ")
     assert f" {format_ms(simulation.step_ms)} a step, " in plan.reason
     assert ("on fewer devices" in plan.reason) == (low < high)
-    assert planned(name, may_split=False)[0].reason == "r=1: every stage on one device at a time was asked for"
+    assert unsplit_plan.reason == "r=1: every stage on one device at a time was asked for"
 
 
 def random_case(seed: int) -> tuple[CostProfile, Machine, int, list[int]]:
@@ -211,7 +189,8 @@ def random_case(seed: int) -> tuple[CostProfile, Machine, int, list[int]]:
     return profile, machine, num_microbatches, rng.choice([[num_microbatches], [2 * num_devices, num_devices]])
 
 
-@pytest.mark.parametrize("seed", range(24))
+# With and without limits of memory and host, with links and without. Splits would make the step of seed 0 slower.
+@pytest.mark.parametrize("seed", [0, 3, 4, 9, 12, 16, 18, 21])
 def test_splits_never_make_a_step_slower(seed: int) -> None:
     profile, machine, num_microbatches, round_sizes = random_case(seed)
     times = []
@@ -223,14 +202,14 @@ def test_splits_never_make_a_step_slower(seed: int) -> None:
     assert times[0] <= times[1] * (1 + 1e-9)
 
 
-UNEQUAL = [
-    *((name, (1.0, 0.8, 0.6, 0.4) * 2) for name in MODELS),
-    ("GPT-OSS-20B", (1.0, 0.5)),
-    ("Qwen3-1.7B", (1.0, 1.0, 0.5, 0.5)),
-]
-
-
-@pytest.mark.parametrize(("name", "speeds"), UNEQUAL)
+@pytest.mark.parametrize(
+    ("name", "speeds"),
+    [
+        ("Llama-3.1-8B", (1.0, 0.8, 0.6, 0.4) * 2),
+        ("GPT-OSS-20B", (1.0, 0.5)),
+        ("Qwen3-1.7B", (1.0, 1.0, 0.5, 0.5)),
+    ],
+)
 def test_devices_of_unequal_speed_are_all_busy_to_the_end(name: str, speeds: tuple[float, ...]) -> None:
     """Within 5 % of work / sum of speeds; devices in turn, with splits or not, need at least 30 % more."""
     profile, num_devices = MODELS[name].profile(), len(speeds)

@@ -22,7 +22,6 @@ from lightning_roundpipe.planning import (
     StepPlan,
     plan_evaluation,
     plan_training,
-    round_robin,
     simulate,
     stage_costs,
 )
@@ -30,6 +29,7 @@ from lightning_roundpipe.planning import search as search_module
 from lightning_roundpipe.planning.dispatch import dispatch_ms
 from lightning_roundpipe.planning.partition import assemble
 from lightning_roundpipe.planning.plan import round_sizes
+from tests.support.engine.partitions import search_briefly
 
 
 def profile_of(times: list[int], weight_bytes: int = 0) -> CostProfile:
@@ -39,14 +39,6 @@ def profile_of(times: list[int], weight_bytes: int = 0) -> CostProfile:
             for i, ms in enumerate(times)
         )
     )
-
-
-def ring_ms(
-    stages: Partition, profile: CostProfile, machine: Machine, microbatches: int, round_size: int | None = None
-) -> float:
-    """The simulated step of stages on one device at a time."""
-    schedule = round_robin(stages.num_stages, microbatches, machine.num_devices, round_size=round_size)
-    return simulate(schedule, stage_costs(stages, profile), machine).step_ms
 
 
 def step_ms(plan: StepPlan, profile: CostProfile, machine: Machine, microbatches: int) -> float:
@@ -67,8 +59,11 @@ def all_partitions(num_calls: int) -> list[Partition]:
     return made
 
 
-@pytest.mark.parametrize("times", [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 4], [3, 1, 2, 1, 1, 2]], ids=str)
-@pytest.mark.parametrize(("devices", "microbatches", "round_size"), [(2, 4, 4), (3, 6, 3), (3, 9, 9)])
+@pytest.mark.parametrize(
+    ("times", "devices", "microbatches", "round_size"),
+    [([1, 1, 1, 1, 1, 1], 3, 6, 3), ([1, 1, 1, 1, 4], 3, 9, 9), ([3, 1, 2, 1, 1, 2], 2, 4, 4)],
+    ids=str,
+)
 def test_close_to_the_best_of_all_partitions(
     times: list[int], devices: int, microbatches: int, round_size: int
 ) -> None:
@@ -87,8 +82,11 @@ def test_close_to_the_best_of_all_partitions(
     assert step_ms(plan, profile, machine, microbatches) <= 1.02 * min(best)
 
 
-@pytest.mark.parametrize("times", [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 4], [3, 1, 2, 1, 1, 2]], ids=str)
-@pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (3, 6), (3, 9)])
+@pytest.mark.parametrize(
+    ("times", "devices", "microbatches"),
+    [([1, 1, 1, 1, 1, 1], 2, 4), ([1, 1, 1, 1, 4], 3, 6), ([3, 1, 2, 1, 1, 2], 3, 9)],
+    ids=str,
+)
 @pytest.mark.parametrize("may_split", [True, False])
 def test_close_to_the_best_of_all_forward_partitions(
     times: list[int], devices: int, microbatches: int, may_split: bool
@@ -109,18 +107,13 @@ def test_close_to_the_best_of_all_forward_partitions(
 
 
 def test_a_shared_host_memory_decides_between_equals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates are ranked by `simulate` where only it knows the machine; the result is no worse than without."""
+    """Candidates are ranked by `simulate` where only it knows the machine."""
     profile = profile_of([1 + i % 3 for i in range(20)], weight_bytes=200)
-    machine = Machine(4, h2d_bytes_per_ms=400.0, d2h_bytes_per_ms=400.0, host_bytes_per_ms=300.0)
-    unaware = Machine(4, h2d_bytes_per_ms=400.0, d2h_bytes_per_ms=400.0)
-    aware_plan = plan_training(profile, machine, num_microbatches=8)
-    unaware_plan = plan_training(profile, unaware, num_microbatches=8)
-    assert step_ms(aware_plan, profile, machine, 8) <= step_ms(unaware_plan, profile, machine, 8)
-    slow = replace(machine, host_bytes_per_ms=100.0)
-    best = step_ms(plan_training(profile, slow, num_microbatches=16), profile, slow, 16)
+    machine = Machine(4, h2d_bytes_per_ms=400.0, d2h_bytes_per_ms=400.0, host_bytes_per_ms=100.0)
+    best = step_ms(plan_training(profile, machine, num_microbatches=16), profile, machine, 16)
     monkeypatch.setattr(search_module, "_NUM_SIMULATED", 1)
-    first = plan_training(profile, slow, num_microbatches=16)
-    assert best < 0.95 * step_ms(first, profile, slow, 16), "another number of stage runs shares it better"
+    first = plan_training(profile, machine, num_microbatches=16)
+    assert best < 0.95 * step_ms(first, profile, machine, 16), "another number of stage runs shares it better"
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -134,7 +127,9 @@ def test_plans_keep_within_the_memory(
     largest = running + waiting
     machine = Machine(devices, device_memory_bytes=largest + spare, h2d_bytes_per_ms=500.0)
     make = plan_training if is_training else plan_evaluation
-    plan = make(profile, machine, num_microbatches=microbatches)
+    with pytest.MonkeyPatch.context() as patch:
+        search_briefly(patch.setattr)
+        plan = make(profile, machine, num_microbatches=microbatches)
     schedule = plan.schedule(profile, machine, microbatches)
     left = largest + spare - waiting * (len(times) > 1)
     costs = stage_costs(plan.partition, profile)
@@ -217,15 +212,6 @@ def test_a_call_that_does_not_fit_is_named() -> None:
         plan_evaluation(CostProfile(calls), Machine(2, 4 * gib), num_microbatches=4)
 
 
-def test_evaluation_is_planned_for_all_devices_too() -> None:
-    profile, machine = profile_of([1] * 12 + [3]), Machine(4)
-    for may_split in (True, False):
-        plan = plan_evaluation(profile, machine, num_microbatches=8, round_size=8, may_split=may_split)
-        assert not plan.partition.is_training
-        alone = plan_evaluation(profile, Machine(1), num_microbatches=8).partition
-        assert step_ms(plan, profile, machine, 8) < ring_ms(alone, profile, machine, 8, 8)
-
-
 @pytest.mark.parametrize(("make", "kind"), [(plan_training, "fused"), (plan_evaluation, "F")])
 def test_impossible_counts_are_refused_and_empty_models_planned(make: type, kind: str) -> None:
     empty = make(CostProfile(()), Machine(2), num_microbatches=4)
@@ -237,11 +223,11 @@ def test_impossible_counts_are_refused_and_empty_models_planned(make: type, kind
 
 
 def test_the_plan_is_deterministic() -> None:
-    profile = profile_of([1 + i % 4 for i in range(40)])
-    assert len({plan_training(profile, Machine(8), num_microbatches=16) for _ in range(3)}) == 1
+    profile = profile_of([1 + i % 4 for i in range(20)])
+    assert len({plan_training(profile, Machine(4), num_microbatches=8) for _ in range(2)}) == 1
 
 
-@pytest.mark.parametrize("num_calls", [100, 1000])
+@pytest.mark.parametrize("num_calls", [100, 250])  # the least budget, and the one per call
 @pytest.mark.parametrize("memory", [None, 10**12], ids=["no limit", "limit"])
 def test_the_search_keeps_within_its_budget(
     num_calls: int, memory: int | None, monkeypatch: pytest.MonkeyPatch

@@ -46,12 +46,6 @@ def test_lists_become_tuples_and_schedules_hash() -> None:
     assert hash(schedule) == hash(Schedule(1, 2, ((Action(0, 0),), (Action(0, 1),))))
 
 
-def test_actions_are_small_ordered_keys() -> None:
-    assert Action(0, 5) < Action(1, 0) < Action(1, 1)
-    assert not hasattr(Action(0, 0), "__dict__")
-    assert len({Action(s, m) for s in range(4) for m in range(4)} | {Action(0, 0)}) == 16
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Validation
 

@@ -1,10 +1,9 @@
-"""The simulator: its own rules, and the closed formula for equal stages."""
+"""The simulator: every action starts as soon as its device and its micro-batch are free; what a stage costs."""
 
 from __future__ import annotations
 
 import math
 import random
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -22,29 +21,6 @@ from lightning_roundpipe.planning import (
     simulate,
     stage_costs,
 )
-
-
-def one_ms(action: Action) -> float:
-    return 1.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Equal stages: the closed formula
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("laps", [1, 2, 5])
-@pytest.mark.parametrize("extra", [0, 1, 8])
-def test_bubble_formula_of_the_paper(num_devices: int, laps: int, extra: int) -> None:
-    """N (N - 1) / (S M + N (N - 1)): idle share of the device time, exact for S a multiple of N, one round, M >= N."""
-    s, m, n = laps * num_devices, num_devices + extra, num_devices
-    timeline = simulate(round_robin(s, m, n), one_ms).timeline
-    assert timeline.makespan_ms == s * m // n + n - 1
-    assert timeline.bubble_ratio == pytest.approx(float(Fraction(n * (n - 1), s * m + n * (n - 1))), abs=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Any schedule: every action starts as soon as its device and its micro-batch are free
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

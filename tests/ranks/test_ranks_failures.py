@@ -108,16 +108,15 @@ def test_an_interrupt_of_one_rank_ends_all(forks: Forks, tmp_path: Path) -> None
         assert "has failed: KeyboardInterrupt" in other.output
 
 
-def wait_in_vain(place: str) -> None:
+def wait_in_vain() -> None:
     try:
-        train_and_fail(place, 1, "hang", timeout_s=10.0)  # the limit of the start as well
+        train_and_fail("on_train_batch_end", 1, "hang", timeout_s=10.0)  # the limit of the start as well
     finally:
         Path(f"ended-{os.environ['RANK']}").touch()
 
 
-@pytest.mark.parametrize("place", ["training_step", "on_train_batch_end"])
-def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(forks: Forks, tmp_path: Path, place: str) -> None:
-    ends = run_ranks(forks, tmp_path, 3, wait_in_vain, place)
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(forks: Forks, tmp_path: Path) -> None:
+    ends = run_ranks(forks, tmp_path, 3, wait_in_vain)
     for end in ends:
         assert end.status == 1
         assert "for 10 s, the time limit" in end.output

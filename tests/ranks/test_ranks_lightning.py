@@ -25,6 +25,7 @@ from tests.support.small import CLASSES, WIDTH, Small
 
 RANKS = 2
 ROWS = 24
+KINDS = ("ddp", "roundpipe")
 
 
 class Rows(Dataset[tuple[Tensor, Tensor, int]]):
@@ -149,15 +150,17 @@ def fitted(kind: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def with_both(folder: str) -> dict[str, Any]:
-    return {kind: fitted(kind, folder) for kind in ("ddp", "roundpipe")}
+def everything(folder: str) -> dict[str, Any]:
+    """With DDP and with RoundPipe, what came of each function."""
+    found: dict[str, Any] = {kind: fitted(kind, folder) for kind in KINDS}
+    return {**found, "normed": normed(f"{folder}/normed"), "contrasted": contrasted(f"{folder}/contrasted", 1)}
 
 
 @pytest.fixture(scope="module")
 def found(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Where files are, and what each rank has found."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, values_of_ranks(forks, folder, RANKS, with_both, str(folder))
+    return folder, values_of_ranks(forks, folder, RANKS, everything, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_rank_0_alone_writes_files(found: tuple[Path, list[dict[str, Any]]]) -> 
     folder = found[0]
     files = {
         kind: sorted(str(path.relative_to(folder / kind)) for path in (folder / kind).rglob("*") if path.is_file())
-        for kind in ("ddp", "roundpipe")
+        for kind in KINDS
     }
     assert files["roundpipe"] == files["ddp"]
     lines = {kind: len((next((folder / kind).rglob("metrics.csv"))).read_text().splitlines()) for kind in files}
@@ -192,21 +195,21 @@ class Statistics(L.Callback):
 
 def normed(folder: str) -> dict[str, Any]:
     found = {}
-    for kind in ("ddp", "roundpipe"):
+    for kind in KINDS:
         module = Reporting(normed=True)
         with torch.no_grad():
             module.body[-1].running_mean.fill_(float(os.environ["RANK"]))
         settings: dict[str, Any] = {} if kind == "ddp" else {"num_microbatches": 1}
         statistics = Statistics()
         # After every step: the first one runs its units in another way than those that follow.
-        trainer = trainer_of(kind, folder, [statistics], val_check_interval=1, **settings)
+        trainer = trainer_of(kind, folder, [statistics], val_check_interval=1, max_epochs=1, **settings)
         trainer.fit(module, loader(), loader())
         found[kind] = (dict(module.state_dict()), dict(trainer.callback_metrics), statistics.seen)
     return found
 
 
-def test_buffers_are_those_of_rank_0(forks: Forks, tmp_path: Path) -> None:
-    ranks = values_of_ranks(forks, tmp_path, RANKS, normed, str(tmp_path))
+def test_buffers_are_those_of_rank_0(found: tuple[Path, list[dict[str, Any]]]) -> None:
+    ranks = [one["normed"] for one in found[1]]
     assert_alike(ranks[0]["roundpipe"], ranks[0]["ddp"], rtol=1e-3, atol=1e-5)
     for one in ranks:
         assert_alike(one["roundpipe"][1:], one["ddp"][1:], rtol=1e-3, atol=1e-5)
@@ -223,17 +226,17 @@ class Contrasting(Small):
 
 def contrasted(folder: str, num_microbatches: int) -> dict[str, Any]:
     found = {}
-    for kind in ("ddp", "roundpipe"):
+    for kind in KINDS:
         module = Contrasting()
         settings = {} if kind == "ddp" else {"num_microbatches": num_microbatches}
-        trainer_of(kind, folder, [], **settings).fit(module, loader())
+        trainer_of(kind, folder, [], max_epochs=1, **settings).fit(module, loader())
         found[kind] = dict(module.state_dict())
     return found
 
 
-def test_a_loss_over_the_rows_of_all_ranks_is_that_of_ddp(forks: Forks, tmp_path: Path) -> None:
+def test_a_loss_over_the_rows_of_all_ranks_is_that_of_ddp(found: tuple[Path, list[dict[str, Any]]]) -> None:
     start = Contrasting().state_dict()
-    for one in values_of_ranks(forks, tmp_path, RANKS, contrasted, str(tmp_path), 1):
+    for one in (rank["contrasted"] for rank in found[1]):
         assert_alike(one["roundpipe"], one["ddp"], rtol=1e-3, atol=1e-5)
         assert not torch.allclose(one["ddp"]["head.weight"], start["head.weight"], atol=1e-3)
 

@@ -133,7 +133,6 @@ class Case:
 CASES = {
     "groups, scheduler": Case("groups"),
     "overlap off": Case("groups", {"gradient_clip_val": 0.05}, {"optimizer_overlap": "off"}),
-    "clipped": Case("momentum", {"gradient_clip_val": 0.05}),
     "clipped by value": Case("momentum", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "clips itself": Case("clips itself"),
     "accumulated": Case("groups", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
@@ -277,7 +276,7 @@ def test_a_rank_keeps_gradients_and_state_of_its_own_weights_alone(of_ranks: OfR
         assert sorted(names) == sorted(watch.gradients[step])
 
 
-@pytest.mark.parametrize(("writers", "readers", "shards"), [(2, 3, True), (3, 2, False), (1, 2, True)])
+@pytest.mark.parametrize(("writers", "readers", "shards"), [(2, 3, True), (3, 2, False)])
 def test_a_checkpoint_resumes_with_another_number_of_ranks(
     forks: Forks, of_ranks: OfRanks, tmp_path: Path, writers: int, readers: int, shards: bool
 ) -> None:
@@ -285,19 +284,13 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks(
     name = "groups, scheduler"
     expected, trainer, _ = trained_plainly(CASES[name], 1, epochs=2)
     assert_alike(batches(writers), batches(readers), rtol=0.0, atol=0.0)
-    if writers in of_ranks:
-        path = of_ranks[writers][0] / f"{name}.ckpt"
-    else:
-        values_of_ranks(forks, tmp_path / "first", writers, trained_on_a_rank, name, str(tmp_path))
-        path = tmp_path / f"{name}.ckpt"
-    found = values_of_ranks(
-        forks, tmp_path / "second", readers, resumed_on_a_rank, name, str(tmp_path), str(path), shards
-    )
+    path = of_ranks[writers][0] / f"{name}.ckpt"
+    found = values_of_ranks(forks, tmp_path, readers, resumed_on_a_rank, name, str(path), shards)
     for one in found:
         assert one["steps"] == 2 * STEPS
         assert_alike(one["weights"], state_of(expected), rtol=1e-3, atol=1e-5)
         assert_alike(one["rates"], [group["lr"] for group in trainer.optimizers[0].param_groups])
 
 
-def resumed_on_a_rank(name: str, folder: str, path: str, shards: bool) -> dict[str, Any]:
-    return trained_on_a_rank(name, str(Path(folder) / "second"), path, shard_optimizer=shards)
+def resumed_on_a_rank(name: str, path: str, shards: bool) -> dict[str, Any]:
+    return trained_on_a_rank(name, ".", path, shard_optimizer=shards)
