@@ -55,7 +55,7 @@ def run_unit_backward(
         if call.facts.has_loose:
             loose.run_unit_backward(roots, gradients, replica.leaves)
         else:
-            run_backward(roots, gradients, is_compiled=context.compiler is not None)
+            run_backward(roots, gradients, on_host=replica.device.torch_device.type == "cpu")
     replica.add_up()
 
 

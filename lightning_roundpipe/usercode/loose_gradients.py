@@ -62,14 +62,14 @@ def node_of(tensor: Tensor) -> Any:
     return get_gradient_edge(tensor).node
 
 
-def run_backward(roots: list[Any], gradients: list[Tensor], *, is_compiled: bool) -> None:
+def run_backward(roots: list[Any], gradients: list[Tensor], *, on_host: bool) -> None:
     """``torch.autograd.backward`` without its checks of arguments, which cost as much as a small backward.
 
     Args:
-        is_compiled: whether it may lead through compiled functions: on threads of autograd, torch compiles their
-            backward with the configuration of the calling thread, which is to be put there.
+        on_host: whether all of it runs on the calling thread. Those of autograd are given the context of this one, with
+            which torch compiles backwards there.
     """
-    run = _engine_run_backward if is_compiled else _engine.run_backward
+    run = _engine.run_backward if on_host else _engine_run_backward
     run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
