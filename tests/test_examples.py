@@ -1,4 +1,4 @@
-"""Every example runs as a newcomer would run it: a process of its own, the command of its docstring, less work.
+"""Every example runs as a newcomer would run it: a process of its own, a command of its docstring, less work.
 
 The processes are forks; see :mod:`tests.support.forks`.
 """
@@ -267,7 +267,7 @@ def test_several_machines_with_two_ranks_and_on_from_their_checkpoint(
 ) -> None:
     small = ("--length", "48", "--batch-size", "4", "--checkpoint-every", "3", "--devices", "2", "--lr", "0.01")
     script = str(EXAMPLES / "several_machines" / "train.py")
-    output = forks.run(TORCHRUN, script, *small, "--max-steps", "6", folder=tmp_path, needs=["peft"])
+    output = forks.run(TORCHRUN, "0", script, *small, "--max-steps", "6", folder=tmp_path, needs=["peft"])
     losses = losses_in(output)
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.3

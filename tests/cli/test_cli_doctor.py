@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,9 +293,16 @@ def test_facts_have_the_keys_that_checks_read() -> None:
         assert getattr(machine_facts, name)().keys() == HEALTHY[name].keys()
 
 
-def test_an_import_that_fails_is_known_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\n  ...\nImportError: libcudart.so\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+def test_the_import_is_tried_and_one_that_fails_is_known_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [(0, ""), (1, "Traceback\n  ...\nImportError: libcudart.so\n")]
+
+    def run(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        assert command == [sys.executable, "-c", "import lightning_roundpipe"]
+        code, printed = ends.pop(0)
+        return subprocess.CompletedProcess(command, code, stdout="", stderr=printed)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert collect([machine_facts.package_import]) == ({"package_import": True}, {})
     assert collect([machine_facts.package_import]) == ({}, {"package_import": "ImportError: libcudart.so"})
 
 

@@ -115,7 +115,7 @@ def _outside_of_functions(tree: ast.AST) -> Iterator[ast.AST]:
     """The statements that an import of the module runs."""
     for node in ast.iter_child_nodes(tree):
         yield node
-        if isinstance(node, ast.stmt) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if not isinstance(node, (ast.expr, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from _outside_of_functions(node)
 
 

@@ -13,7 +13,7 @@ Every test here runs on virtual devices in these ways, which ``--devices=NAME`` 
 Without the option it is the first two: both, for tests of their own; one of them for tests marked with ``ways``,
 because the other one is what other tests of the same code run in. Tests on several pipelines run each of these in one
 way, see ``_PIPELINES``; marked with ``ways("lazy")`` only the one in which every wait is tested. They are on both where
-units write what they share with the host: buffers, lists, tensors in place.
+units write what they share with the host: buffers, tensors in place, lists that are merged or emptied.
 
 The optimizer overlaps in all of them, as it does for users, and no update begins before something waits for it.
 """

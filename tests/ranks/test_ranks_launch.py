@@ -143,7 +143,7 @@ def test_a_plain_script_ends_when_its_other_rank_has_ended(forks: Forks, tmp_pat
 
 def test_ranks_that_torchrun_starts_again_go_on(trained: Path, forks: Forks, tmp_path: Path) -> None:
     """As if nothing had happened; the step that fails is in the second epoch."""
-    status, output = forks.end(RESTARTED, str(SCRIPT), str(tmp_path), "0", "3", folder=tmp_path)
+    status, output = forks.end(RESTARTED, "1", str(SCRIPT), str(tmp_path), "0", "3", folder=tmp_path)
     assert status == 0, output
     assert "ValueError: boom" in output
     torch.testing.assert_close(weights_in(tmp_path), weights_in(trained))

@@ -234,6 +234,7 @@ def test_gradients_are_those_of_plain_autograd(kind: type[Model], copies: bool) 
             (plain(batch) / COUNT).backward()
         wanted = {name: p.grad.to_dense() for name, p in plain.named_parameters() if p.grad is not None}
         found = {name: gradients[p].to_dense() for name, p in model.named_parameters() if p in gradients}
+        assert len(found) == len(gradients)
         torch.testing.assert_close(found, wanted)
 
 

@@ -270,6 +270,16 @@ def bytes_of_weights(run: Run, **kwargs: Any) -> int:
     return BLOCK_BYTES * sum(label.startswith("weights") for label in labels)
 
 
+def test_frozen_weights_stay_from_step_to_step() -> None:
+    run = Run()
+    for block in list(run.model.blocks)[:3]:
+        block.requires_grad_(False)
+    run.step()
+    for _ in range(2):
+        assert bytes_of_weights(run) == BLOCK_BYTES, "the last block alone is trained"
+    assert run.loaded() == {"blocks.0", "blocks.1", "blocks.2"}
+
+
 def test_weights_stay_from_batch_to_batch_of_an_evaluation() -> None:
     run = Run()
     run.step(training=False)

@@ -290,11 +290,15 @@ def test_random_numbers_of_several_closures() -> None:
     'Use `"interval": "step"`, a hook, or manual optimization.',
 )
 def test_schedulers_stepped_in_a_step() -> None:
-    """Not only in the first step."""
+    """By each micro-batch; one alone does what the step does."""
 
     class Steps(Small):
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.first = first
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx:
+            if batch_idx >= self.first:
                 self.lr_schedulers().step()
             return super().training_step(batch, batch_idx)
 
@@ -302,10 +306,11 @@ def test_schedulers_stepped_in_a_step() -> None:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    with pytest.raises(MisconfigurationException, match=r"3 times per batch.*interval"):
-        make_trainer().fit(Steps(), make_loader())
+    for first in (0, 1):
+        with pytest.raises(MisconfigurationException, match=r"3 times per batch.*interval"):
+            make_trainer().fit(Steps(first), make_loader())
     trainer = make_trainer(num_microbatches=1)
-    trainer.fit(Steps(), make_loader())
+    trainer.fit(Steps(1), make_loader())
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2 + 1
 
 

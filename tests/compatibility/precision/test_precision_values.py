@@ -72,7 +72,7 @@ def compared(expected: str, **settings: Any) -> set[Any]:
     return ours.module.seen
 
 
-VALUES = {"16-true": "16-true", "bf16-true": "bf16-true", "bf16-mixed": "bf16-mixed", "16-mixed": "bf16-mixed"}
+VALUES = {**{name: name for name in ("64-true", "16-true", "bf16-true", "bf16-mixed")}, "16-mixed": "bf16-mixed"}
 
 
 @compat("Trainer argument", "precision")

@@ -79,8 +79,8 @@ LOOPS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (6, 3, 0, 0, 6),
     ),
     "check_val, sanity, accumulate": (
-        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": -1, "accumulate_grad_batches": 2, "max_epochs": 2},
-        (6, 6, 0, 0, 4),
+        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 2, "accumulate_grad_batches": 2, "max_epochs": 2},
+        (6, 5, 0, 0, 4),
     ),
 }
 

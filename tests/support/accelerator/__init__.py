@@ -38,9 +38,8 @@ Variables, read when it is installed; those in the second part are ``options``, 
     ``SIM_DEVICES`` (2, at most 8), ``SIM_MEMORY_MB`` (4096, of each), ``SIM_PROTECT``.
 
     ``SIM_DELAY_US`` (each operator and copy is so late), ``SIM_JITTER`` (1: between 0 and twice as late),
-    ``SIM_EAGER_FREE`` (1: freed memory is poisoned at once, stricter than CUDA), ``SIM_STAGE_BYTES`` (pageable
-    non-blocking copies up to this size do not wait; CUDA: 65536), ``SIM_PIN_MB`` (limit of page-locked memory),
-    ``SIM_SYNC`` (1: every operator waits for its end).
+    ``SIM_EAGER_FREE`` (1: freed memory is poisoned at once, stricter than CUDA), ``SIM_PIN_MB`` (limit of page-locked
+    memory).
 
 What it does not model
     * Speed: kernels take the host's time, one thread per stream; copies are as fast as memory.

@@ -54,7 +54,7 @@ def set_delay(microseconds: int) -> None:
 
 @contextlib.contextmanager
 def options(**values: int) -> Iterator[None]:
-    """Other options for a while: delay_us, jitter, eager_free, stage_bytes, sync, pin_mb."""
+    """Other options for a while: delay_us, jitter, eager_free, pin_mb."""
     before = _native.options()
     try:
         for name, value in values.items():

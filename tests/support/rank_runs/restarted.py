@@ -1,6 +1,6 @@
-"""What torchrun does with a script, in processes that are forks: ``restarted.py SCRIPT ARGUMENT ...``.
+"""What torchrun does with a script, in processes that are forks: ``restarted.py MAX_RESTARTS SCRIPT ARGUMENT ...``.
 
-Two ranks, which are started again once if one fails. An interpreter for each of the four processes would import for
+Two ranks, which are started again so often if one fails. An interpreter for each of the four processes would import for
 longer than they train.
 """
 
@@ -18,14 +18,15 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
+    max_restarts = int(sys.argv[1])
+    sys.argv = sys.argv[2:]
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=2,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=1,
+        max_restarts=max_restarts,
         monitor_interval=0.05,
         start_method="fork",
     )

@@ -1,7 +1,6 @@
 // Copies between the host and devices, asynchronous under CUDA's conditions only.
 //
 //     pinned, contiguous, non_blocking, no cast on the way up    goes into the queue of the stream: returns at once
-//     small and pageable on the way up, if SIM_STAGE_BYTES       the same, with a copy of the bytes
 //     anything else                                              waits for the stream: "blocking_copies"
 #include <ATen/ops/empty.h>
 #include <c10/util/StringUtil.h>
@@ -46,19 +45,12 @@ void copy_with_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto* address = static_cast<char*>(host.storage().mutable_data()) + begin;
   auto locked_use = host_use(address, end - begin, !is_up, !is_up && non_blocking && is_direct);
   bool is_locked = locked_use.has_value();
-  bool is_small = there.numel() * there.itemsize() <= options().stage_bytes;
-  bool is_staged = is_up && non_blocking && !is_locked && is_direct && is_small;
-  auto job = copying(from, to);
-  if (is_staged) {
-    count("staged_copies");
-    job = [bytes = from.clone(), target = as_host(to)]() mutable { target.copy_(bytes); };
-  }
   std::vector<Use> uses{use_of(there, is_up)};
   if (is_locked) uses.push_back(*locked_use);
-  auto number = launch(stream, job, is_up ? "copy_ to the device" : "copy_ to the host", uses);
+  auto number = launch(stream, copying(from, to), is_up ? "copy_ to the device" : "copy_ to the host", uses);
   note_copy(address, stream, number);
   count(is_up ? "copies_to_device" : "copies_to_host");
-  if ((non_blocking && is_locked && is_direct) || is_staged) return;
+  if (non_blocking && is_locked && is_direct) return;
   report("blocking_copies", description(there, is_up, non_blocking, is_locked, is_direct));
   host_wait(stream, number);
   raise_fault(stream.device);

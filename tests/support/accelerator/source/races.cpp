@@ -78,7 +78,6 @@ uint64_t launch(Stream& stream, std::function<void()> job, const char* what, con
     }
   }
   if (!race.empty()) report("races", race);
-  if (is_late && options().sync) host_wait(stream, number);
   return number;
 }
 

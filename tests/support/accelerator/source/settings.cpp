@@ -32,8 +32,6 @@ Options::Options()
     : delay_us(from_environment("SIM_DELAY_US", 0)),
       jitter(from_environment("SIM_JITTER", 0)),
       eager_free(from_environment("SIM_EAGER_FREE", 0)),
-      stage_bytes(from_environment("SIM_STAGE_BYTES", 0)),
-      sync(from_environment("SIM_SYNC", 0)),
       pin_mb(from_environment("SIM_PIN_MB", 1 << 20)) {}
 
 Options& options() {
@@ -43,8 +41,10 @@ Options& options() {
 
 std::map<std::string, Option*> options_by_name() {
   auto& all = options();
-  return {{"delay_us", &all.delay_us},       {"jitter", &all.jitter}, {"eager_free", &all.eager_free},
-          {"stage_bytes", &all.stage_bytes}, {"sync", &all.sync},     {"pin_mb", &all.pin_mb}};
+  return {{"delay_us", &all.delay_us},
+          {"jitter", &all.jitter},
+          {"eager_free", &all.eager_free},
+          {"pin_mb", &all.pin_mb}};
 }
 
 }  // namespace sim

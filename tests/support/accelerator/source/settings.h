@@ -20,7 +20,7 @@ bool is_protected();
 // May be changed at any time. They begin with the value of SIM_<NAME>.
 using Option = std::atomic<long>;
 struct Options {
-  Option delay_us, jitter, eager_free, stage_bytes, sync, pin_mb;
+  Option delay_us, jitter, eager_free, pin_mb;
   Options();
 };
 Options& options();
