@@ -92,7 +92,6 @@ class Step:
             BarrierError: if micro-batches do not meet for the same.
             DeviceLostError: if a device is lost; or what became of the driver's error on its way.
         """
-        started = perf_counter()
         pool = self._resources.pool
         before = pool.bytes_moved
         self._run()
@@ -101,7 +100,7 @@ class Step:
         result.bytes_up, result.bytes_down = (tuple(n - m for n, m in zip(*counts, strict=True)) for counts in moved)
         result.gradients = self._gradients
         result.peak_memory_bytes = tuple(device.peak_memory_bytes for device in pool.devices)
-        result.step_ms = (perf_counter() - started - self._planning_s) * 1e3
+        result.step_ms = self._clock.host_ms(perf_counter() - self._planning_s)
         return result
 
     def _run(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine import gate as dispatch
 from lightning_roundpipe.engine import runner, step, tracing
 from lightning_roundpipe.engine.gate import Gate
@@ -96,6 +98,23 @@ def test_times_of_devices_and_of_the_host_agree_though_the_thread_was_interrupte
     begun_ms = device.now_ms
     assert clock.between(device, begun_ms, begun_ms + 1.0) == pytest.approx((begun_ms, begun_ms + 1.0))
     assert clock.host_ms(begun_ms / 1e3) == pytest.approx(begun_ms)
+
+
+def test_a_step_is_as_long_as_what_it_did_though_its_thread_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 50 ms, when it had an origin of its times and nothing else."""
+
+    class Interrupted(Clock):
+        def __init__(self, pool: DevicePool) -> None:
+            super().__init__(pool)
+            until = time.perf_counter() + 0.05
+            while time.perf_counter() < until:
+                pass
+
+    monkeypatch.setattr(step, "Clock", Interrupted)
+    steps = make_steps(Model())
+    steps.train(PARTS)
+    result = steps.train(PARTS)
+    assert 50 <= max(span.end_ms for span in result.timeline.spans) <= result.step_ms
 
 
 def test_a_step_reports_what_the_simulator_says_will_travel() -> None:
