@@ -81,13 +81,13 @@ VALUES = {**{name: name for name in ("64-true", "16-true", "bf16-true", "bf16-mi
 @pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
 @pytest.mark.parametrize("value", VALUES)
 def test_values_of_precision(value: str) -> None:
-    """32-true is that of almost all tests; 64-true is below."""
+    """32-true is that of almost all tests."""
     compared(VALUES[value], precision=value)
 
 
 @compat("Plugin", "DoublePrecision")
 def test_a_plugin_given_to_the_strategy() -> None:
-    """As ``precision="64-true"`` in plain Lightning; by that name it is at work in test_hooks_optimization.py."""
+    """As ``precision="64-true"`` in plain Lightning."""
     ours = {"options": {"precision_plugin": DoublePrecision()}}
     compared("64-true", plain={"precision": "64-true"}, ours=ours)
 
