@@ -322,15 +322,15 @@ class RoundPipeStrategy(HostStrategy):
     # --- steps -------------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def training_step(self, batch: Any, *rest: Any) -> STEP_OUTPUT:
         """The whole pipelined step, backward included; the gradients wait behind the returned loss."""
         self.share_buffers()
-        self._loaders.check(args[0] if args else None)
+        self._loaders.check(batch)
         self.steps.ranks.has_data = self._loaders.has_data
         num_batches = self._module.trainer.accumulate_grad_batches
         scale = expected_scale(self.precision_plugin, num_batches, is_final=self.is_distributed)
         with self.precision_plugin.train_step_context():
-            batches, result = self._run("training_step", args, kwargs, scale)
+            batches, result = self._run("training_step", batch, rest, scale)
         if not self._module.automatic_optimization:
             return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
         final, many = self.steps.ranks.has_local, self.is_distributed
@@ -375,30 +375,30 @@ class RoundPipeStrategy(HostStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def validation_step(self, batch: Any, *rest: Any) -> STEP_OUTPUT:
         """Forward only, through the same engine; outputs of the micro-batches merged in order."""
         with self.precision_plugin.val_step_context():
-            return cast(STEP_OUTPUT, self._evaluate("validation_step", args, kwargs))
+            return cast(STEP_OUTPUT, self._evaluate("validation_step", batch, rest))
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def test_step(self, batch: Any, *rest: Any) -> STEP_OUTPUT:
         """See :meth:`validation_step`."""
         with self.precision_plugin.test_step_context():
-            return cast(STEP_OUTPUT, self._evaluate("test_step", args, kwargs))
+            return cast(STEP_OUTPUT, self._evaluate("test_step", batch, rest))
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: Any, *rest: Any) -> Any:
         """See :meth:`validation_step`."""
         with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", args, kwargs)
+            return self._evaluate("predict_step", batch, rest)
 
-    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batches, result = self._run(name, args, kwargs)
+    def _evaluate(self, name: str, batch: Any, rest: tuple[Any, ...]) -> Any:
+        batches, result = self._run(name, batch, rest)
         return merge_outputs(result.outputs, batches.sizes, batches.weights)
 
     def _run(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scale: float = 1.0
+        self, name: str, batch: Any, rest: tuple[Any, ...], loss_scale: float = 1.0
     ) -> tuple[Batches, StepResult]:
-        batches, result = self.steps.run(name, args, kwargs, loss_scale)
+        batches, result = self.steps.run(name, batch, rest, loss_scale)
         self.last_step = replace(result, outputs=[], gradients={})
         return batches, result

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,7 +47,7 @@ from .modules import ModuleScan
 from .notices import Notices
 from .ranks import WIRES, RankSteps
 from .retry import Retry
-from .user_step import UserStep, dropping_old_gradients, seed_of_step
+from .user_step import dropping_old_gradients, seed_of_step
 
 
 class Steps:
@@ -131,12 +131,12 @@ class Steps:
         self.ranks.close()
 
     def run(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_scale: float = 1.0
+        self, name: str, batch: Any, rest: Sequence[Any], loss_scale: float = 1.0
     ) -> tuple[Batches, StepResult]:
         """Runs the user's step on every micro-batch of a batch, and logs what they have logged.
 
         Args:
-            args, kwargs: that Lightning gives it, the batch first.
+            rest: what Lightning gives it besides.
             loss_scale: by which gradients are multiplied.
 
         Raises:
@@ -145,7 +145,7 @@ class Steps:
         check_modes()
         self._updates.check()
         self._scan.refresh()
-        step = UserStep(getattr(self._module, name), args, kwargs)
+        function = getattr(self._module, name)
         with contextlib.ExitStack() as training:
             if name == "training_step":
                 training.enter_context(training_settings(self._scan))
@@ -153,11 +153,11 @@ class Steps:
                 training.enter_context(self.ranks.training_step(self._module))
             batches, (logs, result) = self._retry.run(
                 name,
-                step.batch,
-                self._splitter.of(name, step.batch, step.rest),
-                lambda batches: self._attempt(name, step, batches, loss_scale),
+                batch,
+                self._splitter.of(name, batch, rest),
+                lambda batches: self._attempt(name, lambda part: function(part, *rest), batches, loss_scale),
             )
-            batches.bring_back(step.batch)
+            batches.bring_back(batch)
             logs.replay(batches.weights, batches.sizes, batches.batch_size)
             if name == "training_step" and self.report is not None:
                 plan = self.engine.plan_of(name)

@@ -1,8 +1,8 @@
-"""A step of the user as micro-batches call it, what it leaves behind of the last one, and the seed of what it draws."""
+"""What a step of the user leaves behind of the last one, and the seed of what it draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,28 +11,6 @@ from torch import nn
 
 from ...common.seeds import derive_seed
 from ...weights.futures import unwaited
-
-
-class UserStep:
-    """``training_step`` or another step, with its arguments.
-
-    Attributes:
-        batch: the first positional argument, or the first keyword.
-        rest: positional arguments after it.
-    """
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._function = function
-        self._kwargs = dict(kwargs)
-        self._key = None if args else next(iter(kwargs), None)
-        self.batch = args[0] if args else self._kwargs.get(self._key or "")
-        self.rest = args[1:]
-
-    def __call__(self, microbatch: Any) -> Any:
-        """Runs it, on the thread of the micro-batch."""
-        if self._key is not None:
-            return self._function(**{**self._kwargs, self._key: microbatch})
-        return self._function(microbatch, *self.rest, **self._kwargs)
 
 
 Function = Callable[[Any], Any]
