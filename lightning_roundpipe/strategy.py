@@ -396,9 +396,7 @@ class RoundPipeStrategy(HostStrategy):
         batches, result = self._run(name, batch, rest)
         return merge_outputs(result.outputs, batches.sizes, batches.weights)
 
-    def _run(
-        self, name: str, batch: Any, rest: tuple[Any, ...], loss_scale: float = 1.0
-    ) -> tuple[Batches, StepResult]:
+    def _run(self, name: str, batch: Any, rest: tuple[Any, ...], loss_scale: float = 1.0) -> tuple[Batches, StepResult]:
         batches, result = self.steps.run(name, batch, rest, loss_scale)
         self.last_step = replace(result, outputs=[], gradients={})
         return batches, result

@@ -47,6 +47,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +72,24 @@ _NO_ROOM = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+
+
+@dataclass
+class _Step:
+    """A step that is under way.
+
+    Attributes:
+        wanted: how many micro-batches are asked for now.
+        batches: of the attempt that is made now.
+    """
+
+    kind: str
+    split: Callable[[Any, int], Batches]
+    state: StepState
+    wanted: int
+    batches: Batches
+    has_made_room: bool = False
+    has_been_split: bool = False
 
 
 class Retry:
@@ -143,67 +162,80 @@ class Retry:
             self._tried_rows = tried_rows
             self._begin_anew()
         state = StepState(self._scan, batch, [device.torch_device for device in self._pool.devices])
-        num_retries, has_made_room = 0, False
+        step = _Step(kind, split, state, wanted, batches)
         while True:
-            more: Batches | None = None
             try:
-                result = attempt(batches)
+                result = attempt(step.batches)
             except Exception as error:
-                recover = self._recovery(error, kind, state, has_made_room)
-                if recover is not None:
-                    has_made_room = has_made_room or recover == self._make_room
-                elif _has_no_room(error) or isinstance(error, (DeviceOutOfMemoryError, StageMemoryError)):
-                    more = self._more(error, kind, batches, split, state, num_retries)
-                    reason = str(error)
-                else:
+                remedy = self._remedy(error, step)
+                if remedy is None:
                     raise
             else:
-                self.num_microbatches[kind] = wanted
-                return batches, result
+                self.num_microbatches[kind] = step.wanted
+                return step.batches, result
             # Outside of the handler, where the traceback no longer holds tensors of the attempt.
             gc.collect()
-            if recover is not None:
-                recover()
-                batches = split(state.batch, wanted)
-                continue
-            assert more is not None
-            self._forget(kind)
-            for device in self._pool.devices:
-                device.empty_cache()  # smaller pieces are wanted now
-                device.memory.spare //= 2
-            self._note_shortage()
-            before = len(batches.microbatches)
-            wanted, batches = 2 * before, more
-            num_retries += 1
-            self._announce(kind, before, len(batches.microbatches), reason)
+            step.batches = remedy() or split(state.batch, step.wanted)
 
-    def _recovery(
-        self, error: Exception, kind: str, state: StepState, has_made_room: bool
-    ) -> Callable[[], None] | None:
-        """What to do before the same micro-batches are run again, whose state was put back then; None if they are not.
+    def _remedy(self, error: Exception, step: _Step) -> Callable[[], Batches | None] | None:
+        """What to do before the step, whose state was put back, is run again; None for an error of the user.
+
+        It returns smaller micro-batches, or None for the same ones.
 
         Raises:
-            DeviceLostError, LateWriteError: if only that would help, and cannot be.
+            DeviceLostError, LateWriteError, DeviceOutOfMemoryError, StageMemoryError: if only that would help, and
+                cannot be.
         """
-        recover: Callable[[], None]
+        state, has_no_room = step.state, _has_no_room(error)
         if lost := self._pool.find_lost():
-            why_not, recover = self._why_final(lost, state), functools.partial(self._leave_out, kind, lost)
-        elif isinstance(error, LateWriteError):
-            why_not, recover = self._obstacle(state), self._plan_anew
-        elif _has_no_room(error) and self._can_make_room(has_made_room) and self._obstacle(state) is None:
-            why_not, recover = None, self._make_room
-        else:
+            why_not = self._why_final(lost, state)
+            state.restore()
+            if why_not is not None:
+                raise DeviceLostError(f"{step.kind} has lost {_causes(lost)}. {why_not}") from error
+            return functools.partial(self._leave_out, step.kind, lost)
+        if isinstance(error, LateWriteError):
+            why_not = self._obstacle(state)
+            state.restore()
+            if why_not is not None:
+                raise _late_write(error, step.kind, why_not) from error
+            return self._plan_anew
+        if has_no_room and self._can_make_room(step) and self._obstacle(state) is None:
+            state.restore()
+            step.has_made_room = True
+            return self._make_room
+        if not has_no_room and not isinstance(error, (DeviceOutOfMemoryError, StageMemoryError)):
             return None
+        more = self._split_further(error, step)
         state.restore()
-        if why_not is None:
-            return recover
-        if lost:
-            raise DeviceLostError(f"{kind} has lost {_causes(lost)}. {why_not}") from error
-        raise _late_write(error, kind, why_not) from error
+        text = f"{step.kind} does not fit on the devices with {_microbatches(len(step.batches.microbatches))}"
+        if self._is_trial() and _fits_if_split(error) and step.batches.batch_size != 1:
+            # Lightning's batch size finder goes by type and words.
+            raise DeviceOutOfMemoryError(f"CUDA out of memory: {text}. {error}") from error
+        text += " per batch, and "
+        if isinstance(more, str):
+            raise self._explained(error, step.kind, f"{text}{more}. {error}") from error
+        text += f"is run again with {len(more.microbatches)}, as will be the next ones: {error}"
+        return functools.partial(self._make_smaller, step, more, text)
+
+    def _make_smaller(self, step: _Step, more: Batches, text: str) -> Batches:
+        step.wanted = 2 * len(step.batches.microbatches)
+        step.has_been_split = True
+        self._forget(step.kind)
+        for device in self._pool.devices:
+            device.empty_cache()  # smaller pieces are wanted now
+            device.memory.spare //= 2
+        self._note_shortage()
+        announce = rank_zero_info if self._is_auto else rank_zero_warn
+        announce(text)
+        return more
 
     def _leave_out(self, kind: str, lost: Sequence[Device]) -> None:
         self._go_on_without(lost)
-        self._announce_loss(kind, lost)
+        num_left = len(self._pool)
+        rank_zero_warn(
+            f"{kind} has lost {_causes(lost)}. It is run again without, and so will be the next ones: on "
+            f"{'1 device' if num_left == 1 else f'{num_left} devices'}, with the same results."
+        )
 
     def _make_room(self) -> None:
         for device in self._pool.devices:
@@ -229,10 +261,10 @@ class Retry:
         for kind in self.num_microbatches:
             self._forget(kind)
 
-    def _can_make_room(self, has_made_room: bool) -> bool:
+    def _can_make_room(self, step: _Step) -> bool:
         """Whether an allocator may have room for the same micro-batches where something else goes."""
         pool = self._pool
-        if not has_made_room or (pool.is_short and not self._rounds_are_small):
+        if not step.has_made_room or (pool.is_short and not self._rounds_are_small):
             return True
         return any(device.memory.has_room_to_make for device in pool.devices)
 
@@ -258,74 +290,26 @@ class Retry:
             f"It cannot be run again on the other devices, because {why}. What helps: resume from the last checkpoint."
         )
 
-    def _announce_loss(self, kind: str, lost: Sequence[Device]) -> None:
-        num_left = len(self._pool)
-        rank_zero_warn(
-            f"{kind} has lost {_causes(lost)}. It is run again without, and so will be the next ones: on "
-            f"{'1 device' if num_left == 1 else f'{num_left} devices'}, with the same results."
-        )
-
-    def _more(
-        self,
-        error: BaseException,
-        kind: str,
-        batches: Batches,
-        split: Callable[[Any, int], Batches],
-        state: StepState,
-        num_retries: int,
-    ) -> Batches:
-        """More micro-batches for a step that does not fit; its state is put back.
-
-        Raises:
-            DeviceOutOfMemoryError, StageMemoryError: if it is not to be run again.
-        """
-        before = len(batches.microbatches)
-        more = self._split_again(error, state, split, before, num_retries)
-        state.restore()
-        if self._is_trial() and getattr(error, "fits_if_split", True) and batches.batch_size != 1:
-            raise _for_finder(error, kind, before) from error
-        if isinstance(more, str):
-            raise self._explained(error, kind, before, more) from error
-        return more
-
-    def _split_again(
-        self,
-        error: BaseException,
-        state: StepState,
-        split: Callable[[Any, int], Batches],
-        before: int,
-        num_retries: int,
-    ) -> Batches | str:
+    def _split_further(self, error: Exception, step: _Step) -> Batches | str:
         """More micro-batches of the same batch, or why not."""
         if self._final is not None:
             return self._final
-        if not self._is_auto and num_retries:
+        if not self._is_auto and step.has_been_split:
             return "it was run again once with twice the micro-batches already"
-        if not getattr(error, "fits_if_split", True):  # what a driver raises does not say
+        if not _fits_if_split(error):
             return "smaller micro-batches would not help, because weights and gradients alone take too much"
         if not self._is_auto and self._start == 1:
             return "num_microbatches=1 is kept, because the loss may depend on all rows of the batch together"
         if not self._is_auto and any(module.training for module in self._scan.norms):
             return "num_microbatches is kept, because the statistics of batch norm depend on it"
-        if (lost := state.lost()) is not None:
+        if (lost := step.state.lost()) is not None:
             return f"it cannot be run again, because {lost} has changed meanwhile"
-        batches = split(state.batch, 2 * before)
-        if len(batches.microbatches) <= before:
-            return "the batch cannot be split further"
-        return batches
+        num_before = len(step.batches.microbatches)
+        batches = step.split(step.state.batch, 2 * num_before)
+        return "the batch cannot be split further" if len(batches.microbatches) <= num_before else batches
 
-    def _announce(self, kind: str, before: int, now: int, reason: str) -> None:
-        announce = rank_zero_info if self._is_auto else rank_zero_warn
-        announce(
-            f"{kind} does not fit on the devices with {_microbatches(before)} per batch, and is run again with {now}, "
-            f"as will be the next ones: {reason}"
-        )
-
-    def _explained(self, error: BaseException, kind: str, num_microbatches: int, why: str) -> Exception:
-        """The error to raise: what happened, why it was final, what takes the memory, what to change."""
-        text = (
-            f"{kind} does not fit on the devices with {_microbatches(num_microbatches)} per batch, and {why}. {error}"
-        )
+    def _explained(self, error: Exception, kind: str, text: str) -> Exception:
+        """The error to raise: what happened and why it was final, what takes the memory, what to change."""
         if isinstance(error, StageMemoryError):
             return StageMemoryError(text, fits_if_split=error.fits_if_split)
         is_training = kind == "training_step"
@@ -348,10 +332,9 @@ def _late_write(error: Exception, kind: str, why_not: str) -> LateWriteError:
     )
 
 
-def _for_finder(error: BaseException, kind: str, num_microbatches: int) -> DeviceOutOfMemoryError:
-    """The error that lets Lightning's batch size finder go on with a smaller batch: it goes by type and words."""
-    count = _microbatches(num_microbatches)
-    return DeviceOutOfMemoryError(f"CUDA out of memory: {kind} does not fit on the devices with {count}. {error}")
+def _fits_if_split(error: Exception) -> bool:
+    """What a driver raises does not say."""
+    return getattr(error, "fits_if_split", True)
 
 
 def _has_no_room(error: Exception) -> bool:

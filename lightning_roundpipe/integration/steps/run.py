@@ -130,9 +130,7 @@ class Steps:
         self.engine.close()
         self.ranks.close()
 
-    def run(
-        self, name: str, batch: Any, rest: Sequence[Any], loss_scale: float = 1.0
-    ) -> tuple[Batches, StepResult]:
+    def run(self, name: str, batch: Any, rest: Sequence[Any], loss_scale: float = 1.0) -> tuple[Batches, StepResult]:
         """Runs the user's step on every micro-batch of a batch, and logs what they have logged.
 
         Args:

@@ -12,7 +12,6 @@ from torch import nn
 from ...common.seeds import derive_seed
 from ...weights.futures import unwaited
 
-
 Function = Callable[[Any], Any]
 
 
