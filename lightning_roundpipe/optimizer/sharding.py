@@ -42,14 +42,10 @@ class Shards(Owners):
 
     Args:
         weights: gives the weights of all optimizers with their names, in the order of the module.
-
-    Attributes:
-        version: is another one when more weights have an owner.
     """
 
     def __init__(self, group: RankGroup, weights: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
         self.group = group
-        self.version = 0
         self._num_updates = 0  # that have begun
         self._weights = weights
         self._owners: dict[nn.Parameter, int] = {}  # in an order that is the same on all ranks
@@ -60,7 +56,6 @@ class Shards(Owners):
         fresh = {weight: name for name, weight in self._weights() if weight not in self._owners}
         if not fresh:
             return
-        self.version += 1
         self._names.update(fresh)
         with unwaited():
             # Those that are frozen at first may stay so: they must not be what makes loads equal.

@@ -41,13 +41,7 @@ Bucket = list[Slice]
 
 
 class Owners:
-    """Which rank updates which weights: all ranks all of them. The interface of all others.
-
-    Attributes:
-        version: is another one when more is known.
-    """
-
-    version = 0
+    """Which rank updates which weights: all ranks all of them. The interface of all others."""
 
     def refresh(self) -> None:
         """A step begins: weights that are trained from now on get an owner."""

@@ -109,31 +109,25 @@ def _all_have_come(place: Place, host: str, port: int, timeout: timedelta, check
     place_in_time = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_meetings)}"
     kept = _store(place, host, port, timeout, deadline, check)
     store = dist.PrefixStore(f"roundpipe/{place_in_time}", kept)  # type: ignore[attr-defined]
+    keys = [f"come/{rank}" for rank in range(place.size)]
     try:
-        _await_all(place, store, f"{host}:{port}", timeout, deadline, check)
+        store.set(keys[place.rank], place_of_this_process())
+        while not store.check(keys):
+            check()
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise RankError(
+                    f"rank {place.rank} has waited for {_named(missing)} of {place.size} to start for "
+                    f"{timeout.total_seconds():g} s, the time limit (RoundPipeStrategy(timeout=...)). All must reach "
+                    f"{host}:{port}"
+                )
+            time.sleep(_RECHECK_S)
     except dist.DistError as error:
         raise RankError(
             f"rank {place.rank} has lost {host}:{port}, where ranks meet: rank 0, or torchrun, has ended before all "
             "have come"
         ) from error
     return store
-
-
-def _await_all(
-    place: Place, store: Any, address: str, timeout: timedelta, deadline: float, check: Callable[[], None]
-) -> None:
-    keys = [f"come/{rank}" for rank in range(place.size)]
-    store.set(keys[place.rank], place_of_this_process())
-    while not store.check(keys):
-        check()
-        if time.monotonic() > deadline:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise RankError(
-                f"rank {place.rank} has waited for {_named(missing)} of {place.size} to start for "
-                f"{timeout.total_seconds():g} s, the time limit (RoundPipeStrategy(timeout=...)). All must reach "
-                f"{address}"
-            )
-        time.sleep(_RECHECK_S)
 
 
 def _store(place: Place, host: str, port: int, timeout: timedelta, deadline: float, check: Callable[[], None]) -> Any:

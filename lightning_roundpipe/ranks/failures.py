@@ -30,8 +30,9 @@ from typing import Any
 # How long a rank that has lost a connection waits for a letter that says why.
 _PATIENCE_S = 3.0
 _RECHECK_S = 0.05
-# Until another host answers, or does not.
+# Until another host answers, or does not; and where nothing else tells that it is gone.
 _CONNECT_S = 2.0
+_SILENT_S = 10.0
 _LETTER_BYTES = 64 * 1024
 _TRACE_LINES = 12
 # Of the error and of the trace: as JSON, in which a character takes up to 12 bytes, both fit into a letter.
@@ -93,9 +94,6 @@ class Mailbox:
     Args:
         host: under which others reach this process; empty to let the one that is nearest to ``towards`` be found.
         towards: host of rank 0.
-
-    Attributes:
-        is_silent: whether the next rank did not answer the last time.
     """
 
     def __init__(self, host: str, towards: str) -> None:
@@ -104,19 +102,16 @@ class Mailbox:
         self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual)
         self._socket.setblocking(False)
         self.address = [host or own_address(towards), str(self._socket.getsockname()[1])]
-        self._secret = ""
-        self._addresses: list[list[str]] = []
         self._found: Failure | None = None
         self._waits: dict[int, str] = {}
         self._lock = threading.Lock()
-        self.is_silent = False
         _open_mailboxes.add(self)
 
-    def connect(self, addresses: Sequence[Sequence[str]], places: Sequence[str], secret: str) -> None:
-        """All mailboxes, by rank, who has them, and what letters of this run begin with."""
-        self._addresses = [list(address) for address in addresses]
-        self._places = list(places)
-        self._secret = secret
+    def connect(self, rank: int, addresses: Sequence[Sequence[str]], places: Sequence[str], secret: str) -> None:
+        """The rank of this process, all mailboxes, by rank, who has them, and what letters of this run begin with."""
+        self._addresses, self._places, self._secret = addresses, places, secret
+        self._rank = rank
+        self._others = [other for other in range(len(addresses)) if other != rank]
 
     def look(self) -> Failure | None:
         """The failure of another rank that has arrived; the first one stays."""
@@ -146,15 +141,13 @@ class Mailbox:
         except (ValueError, KeyError, TypeError):  # of a stranger, or a look whether this rank lives
             return {}
 
-    def send(self, failure: Failure, rank: int) -> None:
+    def send(self, failure: Failure) -> None:
         """Tells all but this rank, and the one that has failed."""
-        others = [other for other in range(len(self._addresses)) if other not in (rank, failure.rank)]
-        self._post({"failure": asdict(failure)}, others)
+        self._post({"failure": asdict(failure)}, [other for other in self._others if other != failure.rank])
 
-    def send_wait(self, rank: int, what: str) -> None:
+    def send_wait(self, what: str) -> None:
         """Tells all others what this rank waits for."""
-        others = [other for other in range(len(self._addresses)) if other != rank]
-        self._post({"rank": rank, "waits_for": what}, others)
+        self._post({"rank": self._rank, "waits_for": what}, self._others)
 
     def waiting_for(self, what: str) -> set[int]:
         """The ranks that have told that they wait for this."""
@@ -167,45 +160,31 @@ class Mailbox:
             with contextlib.suppress(OSError), _connection(self._addresses[rank]) as connection:
                 connection.sendall(text)
 
-    def find_out(self, rank: int) -> Failure | None:
+    def find_out(self) -> Failure | None:
         """Who has failed, when a connection is lost: what a letter says, or else that a process is gone."""
         deadline = time.monotonic() + _PATIENCE_S
         while (found := self.look()) is None and time.monotonic() < deadline:
-            for other in range(len(self._addresses)):
-                if other != rank and not self._answers(other):
-                    return self.look() or self._gone(other)
+            for other in self._others:
+                if (found := self._look_whether_gone(other, _CONNECT_S)) is not None:
+                    return found
             time.sleep(_RECHECK_S)
         return found
 
-    def _gone(self, rank: int) -> Failure:
-        error = "has ended without an error message: it was killed, its script is over, or its machine is out of reach"
-        return Failure(rank, self._places[rank], error)
-
-    def _answers(self, rank: int) -> bool:
-        try:
-            _connection(self._addresses[rank]).close()
-        except OSError:
-            return False
-        return True
-
-    def look_after(self, rank: int, is_suspect: bool) -> Failure | None:
+    def look_after(self) -> Failure | None:
         """The failure of the next rank, which this one looks after while it waits, if it is gone.
 
         A connection that is lost tells by itself, unless the machine at its other end is gone, too: then it is silent.
-
-        Args:
-            rank: this one.
-            is_suspect: whether the next rank has been silent the last time; twice counts.
         """
-        other = (rank + 1) % len(self._addresses)
-        self.is_silent = False
+        return self._look_whether_gone((self._rank + 1) % len(self._addresses), _SILENT_S)
+
+    def _look_whether_gone(self, rank: int, timeout_s: float) -> Failure | None:
         try:
-            _connection(self._addresses[other]).close()
-        except ConnectionRefusedError:
-            return self.look() or self._gone(other)
+            _connection(self._addresses[rank], timeout_s).close()
         except OSError:
-            self.is_silent = True
-            return (self.look() or self._gone(other)) if is_suspect else None
+            error = (
+                "has ended without an error message: it was killed, its script is over, or its machine is out of reach"
+            )
+            return self.look() or Failure(rank, self._places[rank], error)
         return None
 
     def close(self) -> None:
@@ -227,8 +206,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
 
 
-def _connection(address: Sequence[str]) -> socket.socket:
-    return socket.create_connection((address[0], int(address[1])), timeout=_CONNECT_S)
+def _connection(address: Sequence[str], timeout_s: float = _CONNECT_S) -> socket.socket:
+    return socket.create_connection((address[0], int(address[1])), timeout_s)
 
 
 def own_address(towards: str) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -165,12 +166,11 @@ class ManyRanks(RankGroup):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._owns_default = owns_default
         self._timeout, self._timeout_s = timeout, timeout.total_seconds()
-        self._mailbox: Mailbox | None = None
         self._is_closed = False
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._sums = Sums(timeout)
         self._updates = dist.new_group(backend="gloo", timeout=timeout)
-        self._open_mailbox(main_address)
+        self._mailbox = self._make_mailbox(main_address)
 
     def stage_sums(self, backend: str, device: torch.device | None) -> None:
         """Lets gradients travel over ``backend`` by way of ``device``; a collective, before the first step.
@@ -190,12 +190,14 @@ class ManyRanks(RankGroup):
             self._sums.close(is_failed=False)
             self._sums = staged
 
-    def _open_mailbox(self, main_address: str) -> None:
+    def _make_mailbox(self, main_address: str) -> Mailbox:
         mailbox = Mailbox(main_address if self.rank == 0 else "", main_address)
-        secret = torch.randint(2**62, (), generator=_unseeded()).item()
-        told = self.gather((mailbox.address, place_of_this_process(), secret), "addresses")
-        mailbox.connect([address for address, _, _ in told], [place for _, place, _ in told], str(told[0][2]))
-        self._mailbox = mailbox
+        told: list[Any] = [None] * self.size
+        mine = (mailbox.address, place_of_this_process(), secrets.token_hex())
+        dist.all_gather_object(told, mine, group=self._control)
+        addresses, places, tokens = zip(*told, strict=True)
+        mailbox.connect(self.rank, addresses, places, tokens[0])
+        return mailbox
 
     def exchange(self, values: Sequence[float], what: str) -> list[list[float]]:
         record = torch.zeros(_RECORD, dtype=torch.float64)
@@ -274,7 +276,7 @@ class ManyRanks(RankGroup):
     def wait(self, begin: Callable[[], Any], what: str) -> None:
         self.check(what)
         start = time.monotonic()
-        is_told, is_suspect, look_after_s = False, False, _TOLD_AFTER_S
+        is_told, look_after_s = False, _TOLD_AFTER_S
         try:
             work = begin()
         except RuntimeError as error:
@@ -289,26 +291,14 @@ class ManyRanks(RankGroup):
                 self.check(what)
                 waited_s = time.monotonic() - start
                 if not is_told and waited_s > min(_TOLD_AFTER_S, self._timeout_s / 2):
-                    self._send_wait(what)
+                    self._mailbox.send_wait(what)
                     is_told = True
                 if waited_s > self._timeout_s:
                     raise self._late(what) from error
                 if waited_s > look_after_s:
-                    is_suspect = self._look_after_next(is_suspect, what)
+                    if (failure := self._mailbox.look_after()) is not None:
+                        raise self._of(failure, what) from None
                     look_after_s = waited_s + min(waited_s, _LOOKED_AFTER_S)
-
-    def _look_after_next(self, is_suspect: bool, what: str) -> bool:
-        """Whether the next rank has not answered; for the second time, if it is a suspect, it is gone.
-
-        Raises:
-            RankError: if it is gone.
-        """
-        if (mailbox := self._mailbox) is None:
-            return False
-        failure = mailbox.look_after(self.rank, is_suspect)
-        if failure is not None:
-            raise self._of(failure, what)
-        return mailbox.is_silent
 
     def _result(self, work: Any, what: str) -> None:
         """What has come of a collective: it may have ended well since a piece of the wait was over."""
@@ -320,8 +310,7 @@ class ManyRanks(RankGroup):
     def check(self, what: str) -> None:
         if self._is_closed:
             raise RankError(f"rank {self.rank} has left the others, and waits no longer for {what}")
-        failure = None if self._mailbox is None else self._mailbox.look()
-        if failure is not None:
+        if (failure := self._mailbox.look()) is not None:
             raise self._of(failure, what)
 
     def _of(self, failure: Failure, what: str) -> RankError:
@@ -330,21 +319,16 @@ class ManyRanks(RankGroup):
     def explain(self, error: BaseException, what: str) -> BaseException:
         if isinstance(error, RankError):
             return error
-        failure = None if self._mailbox is None else self._mailbox.find_out(self.rank)
-        if failure is not None:
+        if (failure := self._mailbox.find_out()) is not None:
             return self._of(failure, what)
         if "imed out" in str(error):
             return self._late(what)
         return RankError(f"rank {self.rank} has lost a connection to other ranks while it waited for {what}: {error}")
 
-    def _send_wait(self, what: str) -> None:
-        if self._mailbox is not None:
-            self._mailbox.send_wait(self.rank, what)
-
     def _late(self, what: str) -> RankError:
-        self._send_wait(what)
+        self._mailbox.send_wait(what)
         time.sleep(_LATE_S)  # others whose time ends at the same moment tell it as well
-        here = {self.rank} if self._mailbox is None else {self.rank, *self._mailbox.waiting_for(what)}
+        here = {self.rank, *self._mailbox.waiting_for(what)}
         missing = [rank for rank in range(self.size) if rank not in here]
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(which one is not known)'}"
         return RankError(
@@ -354,13 +338,12 @@ class ManyRanks(RankGroup):
         )
 
     def close(self, error: BaseException | None = None) -> None:
-        mailbox, self._mailbox = self._mailbox, None
-        self._is_closed = True
-        if mailbox is None:
+        if self._is_closed:
             return
+        self._is_closed = True
         if error is not None:
-            mailbox.send(failure_of(self.rank, error), self.rank)
-        mailbox.close()
+            self._mailbox.send(failure_of(self.rank, error))
+        self._mailbox.close()
         if dist.is_initialized():
             dist.destroy_process_group(self._control)
             self._sums.close(is_failed=error is not None)
@@ -375,9 +358,3 @@ class ManyRanks(RankGroup):
 def _number_of(what: str) -> int:
     """That float64 holds exactly."""
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "big")
-
-
-def _unseeded() -> torch.Generator:
-    generator = torch.Generator()
-    generator.seed()
-    return generator

@@ -36,7 +36,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..common.threads import Worker
+from ..common.threads import InterruptibleEvent, Worker
 from .buckets import EACH_FOR_ITSELF, Bucket, Owners, Sender, buckets_of, zeros_for
 from .failures import RankError
 from .group import RankGroup
@@ -94,16 +94,16 @@ class Reduction:
         self.group = group
         self._parameters = parameters
         self.owners = owners
-        self._owners_version = 0
         self.sender = Sender(group, wire)
         self._worker = Worker(1)
         self.weights: dict[str, nn.Parameter] = {}
+        self._known: list[tuple[int, int | None]] = []
         self._names: dict[nn.Parameter, str] = {}
         self._digest = -1.0
         self._early: frozenset[str] = frozenset()
         self.early_buckets: list[Bucket] = []
         self._local: dict[nn.Parameter, None] = {}
-        self._sending: threading.Event | None = None
+        self._sending: InterruptibleEvent | None = None
 
     def agree(self, facts: Sequence[float], what: str) -> list[list[float]]:
         """A step begins: what each rank knows about it, by rank.
@@ -121,10 +121,10 @@ class Reduction:
         """Notices that weights are other objects now, or that the module has others, or that they have other owners."""
         named = list(self._parameters())
         self.owners.refresh()
-        is_known = [id(weight) for _, weight in reversed(named)] == list(map(id, self.weights.values()))
-        if is_known and self._owners_version == self.owners.version:
+        known = [(id(weight), self.owners.owner_of(weight)) for _, weight in named]
+        if known == self._known:
             return
-        self._owners_version = self.owners.version
+        self._known = known
         self.weights = dict(reversed(named))
         self._names = {weight: name for name, weight in named}
         text = "\n".join(self._described(name, weight) for name, weight in named)
@@ -201,18 +201,11 @@ class Reduction:
                 master.grad = gradient
                 self._local[master] = None
 
-    def in_background(self, work: Callable[[], None]) -> threading.Event:
+    def in_background(self, work: Callable[[], None]) -> InterruptibleEvent:
         """Lets the reducing thread call ``work``, which raises nothing; set when it has."""
-        done = self._sending = threading.Event()
-
-        def call() -> None:
-            try:
-                work()
-            finally:
-                done.set()
-
-        self._worker.begin(call, "roundpipe-reduction")
-        return done
+        self._worker.begin(work, "roundpipe-reduction")
+        self._sending = self._worker.done()
+        return self._sending
 
     def close(self) -> None:
         """Ends the thread. After an error it may wait for another rank, until it notices that the group is closed; a
@@ -238,7 +231,7 @@ class StepReduction:
         self._has_sent = False
         self._sums: Gradients = {}
         self._brought: set[nn.Parameter] = set()
-        self._done: threading.Event | None = None
+        self._done: InterruptibleEvent | None = None
         self._error: BaseException | None = None
 
     def begin(self, arrivals: Arrivals, fail: Callable[[BaseException], None]) -> None:

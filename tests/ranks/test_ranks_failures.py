@@ -127,9 +127,9 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(forks: Forks, 
 def test_others_learn_of_an_error_with_a_long_message() -> None:
     """As that of load_state_dict, which names every key."""
     boxes = [Mailbox("127.0.0.1", "127.0.0.1") for _ in range(2)]
-    for box in boxes:
-        box.connect([box.address for box in boxes], ["here", "there"], "secret")
-    boxes[0].send(failure_of(0, ValueError("missing: " + "\U0001f984" * 100_000)), 0)
+    for rank, box in enumerate(boxes):
+        box.connect(rank, [box.address for box in boxes], ["here", "there"], "secret")
+    boxes[0].send(failure_of(0, ValueError("missing: " + "\U0001f984" * 100_000)))
     assert "has failed: ValueError: missing: " in str(boxes[1].look())
     for box in boxes:
         box.close()
