@@ -159,15 +159,8 @@ class Reduction:
         """What goes early in the next step: the same on all ranks."""
         if names != self._early or not names:
             self._early = names
-            self.early_buckets = self.buckets_of(weight for name, weight in self.weights.items() if name in names)
-
-    def buckets_of(self, weights: Iterable[nn.Parameter]) -> list[Bucket]:
-        """What travels of the gradients of ``weights``, in this order."""
-        return buckets_of(weights, owners=self.owners)
-
-    def is_mine(self, weight: nn.Parameter) -> bool:
-        """Whether this rank gets the gradient of ``weight``."""
-        return self.owners.owner_of(weight) in (None, self.group.rank)
+            weights = [weight for name, weight in self.weights.items() if name in names]
+            self.early_buckets = buckets_of(weights, owners=self.owners)
 
     def name_of(self, weight: nn.Parameter) -> str:
         """As users know it."""
@@ -317,13 +310,14 @@ class StepReduction:
         for master in dict.fromkeys((*come, *self._local)):
             self._put(rests, master, come.pop(master, None))
         found = self._tell(rests, unplanned)
-        weights = self._training.weights
-        for bucket in self._training.buckets_of(weight for name, weight in weights.items() if found[name] & _REST):
+        weights, owners = self._training.weights, self._training.owners
+        with_rests = [weight for name, weight in weights.items() if found[name] & _REST]
+        for bucket in buckets_of(with_rests, owners=owners):
             self._send(bucket, rests)
         sums = {
             weight: _added(self._sums.pop(weight, None), rests.pop(weight, None), weight)
             for name, weight in weights.items()
-            if found[name] & _HAS and self._training.is_mine(weight)
+            if found[name] & _HAS and owners.owner_of(weight) in (None, self._training.group.rank)
         }
         self._training.let_go_early(
             frozenset(name for name, flags in found.items() if flags & _HAS and not flags & _UNPLANNED)

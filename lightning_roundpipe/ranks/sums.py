@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -92,14 +92,12 @@ class Sums:
     def _wait(self, wait: Wait, begin: Callable[[], Any]) -> None:
         wait(begin if self._device is None else lambda: _Polled(begin()))
 
-    @contextlib.contextmanager
-    def _at_device(self) -> Iterator[None]:
+    def _at_device(self) -> contextlib.AbstractContextManager[Any]:
         """Around what works there: on a stream of its own, beside that of the backward."""
         if self._stream is None:
-            yield
-            return
-        with torch.get_device_module(self._device).stream(self._stream):
-            yield
+            return contextlib.nullcontext()
+        at_device: contextlib.AbstractContextManager[Any] = torch.get_device_module(self._device).stream(self._stream)
+        return at_device
 
     def close(self, *, is_failed: bool) -> None:
         """Ends the group; after a failure without a word to ranks that may not answer."""

@@ -25,6 +25,7 @@ from torchmetrics import Metric
 from ...common.attributes import attribute_set
 from ...usercode.lock import current
 from ...usercode.outputs import brought_home
+from ..batches.splitting import Batches
 from .metrics import StepMetrics
 
 _LIGHTNING_FILE = LightningModule.log.__code__.co_filename
@@ -72,12 +73,10 @@ class LogCapture:
 
         return log
 
-    def replay(self, weights: Sequence[float], sizes: Sequence[int], batch_size: int | None) -> None:
+    def replay(self, batches: Batches) -> None:
         """Makes the merged calls, on the thread that Lightning expects them on.
 
-        Args:
-            batch_size: rows of the whole batch, if they are known. Where a call gives none, Lightning takes what it
-                infers from the whole batch, as on one device.
+        Where a call gives no batch size, Lightning takes what it infers from the whole batch, as on one device.
         """
         for group in self._grouped():
             assert self._results is not None
@@ -88,13 +87,13 @@ class LogCapture:
                 if isinstance(first.value, Metric):
                     self._metrics.show_batch_value(first.value)
                 given = [call.kwargs["batch_size"] for call in group if call.kwargs.get("batch_size") is not None]
-                own = [weights[call.index] for call in group]
-                if len(given) == len(group) and not _is_of_the_batch(given, sizes, batch_size):
+                own = [batches.weights[call.index] for call in group]
+                if len(given) == len(group) and not _is_of_the_batch(given, batches):
                     kwargs["batch_size"] = sum(given)
                     own = [float(size) for size in given]
                 elif len(given) < len(group):
                     kwargs["batch_size"] = None
-                    self._warn_of_count(group, weights, batch_size)
+                    self._warn_of_count(group, own, batches.batch_size)
                 merged = _merge(group, own)
             try:
                 self._results.log(first.fx, first.name, merged, **kwargs)
@@ -104,7 +103,11 @@ class LogCapture:
                 raise
 
     def _warn_of_count(self, group: list[_LogCall], weights: Sequence[float], batch_size: int | None) -> None:
-        """A count is logged as the mean of the counts of the micro-batches; said once, when the name is new."""
+        """A count is logged as the mean of the counts of the micro-batches; said once, when the name is new.
+
+        Args:
+            weights: of the micro-batches in the group.
+        """
         name, values = group[0].name, [call.value for call in group]
         if _reduction_of(group[0]) != "mean" or not all(isinstance(value, Tensor) for value in values):
             return
@@ -114,7 +117,7 @@ class LogCapture:
         counts = [float(value) for value in values]  # of new names only: on a GPU this waits
         if not all(count.is_integer() for count in counts) or max(counts) <= 1.0:
             return
-        rows = [round(weights[call.index] * (batch_size or 0)) for call in group]
+        rows = [round(weight * (batch_size or 0)) for weight in weights]
         if len(set(counts)) > 1 or counts == rows:
             shown = ", ".join(f"{count:.0f}" for count in counts)
             rank_zero_warn(
@@ -134,11 +137,11 @@ class LogCapture:
         return list(groups.values())
 
 
-def _is_of_the_batch(given: Sequence[int], sizes: Sequence[int], batch_size: int | None) -> bool:
+def _is_of_the_batch(given: Sequence[int], batches: Batches) -> bool:
     """Whether a ``batch_size`` that is logged is a constant: that of the whole batch, or 1 beside more rows."""
-    if batch_size is None or len(set(given)) > 1:
+    if batches.batch_size is None or len(set(given)) > 1:
         return False
-    return given[0] >= batch_size > max(sizes) or given[0] == 1 < max(sizes)
+    return given[0] >= batches.batch_size > max(batches.sizes) or given[0] == 1 < max(batches.sizes)
 
 
 def _place_of_call() -> str:

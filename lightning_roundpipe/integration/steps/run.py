@@ -156,7 +156,7 @@ class Steps:
                 lambda batches: self._attempt(name, lambda part: function(part, *rest), batches, loss_scale),
             )
             batches.bring_back(batch)
-            logs.replay(batches.weights, batches.sizes, batches.batch_size)
+            logs.replay(batches)
             if name == "training_step" and self.report is not None:
                 plan = self.engine.plan_of(name)
                 self.report.note_step(self.engine.working_copies.expected_bytes, None if plan is None else plan.step)

@@ -36,8 +36,9 @@ class StepState:
         self._buffers = [_Buffer(*found) for found in scan.buffers()]
         self._weights = Versions(scan.parameters())
         self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
-        self._put_back = [_metric_state(metric) for metric in scan.metrics]
-        self._put_back += _generator_states(devices)
+        # Generators that user code may draw from. The engine itself restores torch's generator of the host.
+        self._put_back = [*map(_metric_state, scan.metrics), ForeignStates().put_back]
+        self._put_back += [_restorer_of(device) for device in set(devices) if device.type != "cpu"]
 
     @property
     def batch(self) -> Any:
@@ -119,14 +120,6 @@ def _metric_state(metric: Metric) -> Callable[[], None]:
         metric.__dict__.update({**before, **states(before)})  # the step may fail once more
 
     return put_back
-
-
-def _generator_states(devices: Sequence[torch.device]) -> list[Callable[[], None]]:
-    """Generators that user code may draw from. The engine itself restores torch's generator of the host."""
-    states: list[Callable[[], None]] = [ForeignStates().put_back]
-    for device in {device for device in devices if device.type != "cpu"}:
-        states.append(_restorer_of(device))
-    return states
 
 
 def _restorer_of(device: torch.device) -> Callable[[], None]:
