@@ -60,26 +60,24 @@ class StepMetrics:
             state = current()
             if state is not None and state.is_recomputing:
                 return None
-            with _user_code_lock_held(state):
+            with _alone(state), self._entries.noted(metric, state):
                 args, kwargs = _on_device_of(metric, args, kwargs)
-                with _undisturbed(state), self._entries.noted(metric, state):
-                    return original(*args, **kwargs)
+                return original(*args, **kwargs)
 
         return update
 
     def _forward(self, metric: Metric, original: Callable[..., Any], *, has_twin: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             state = current()
-            with _user_code_lock_held(state):
+            with _alone(state):
                 args, kwargs = _on_device_of(metric, args, kwargs)
                 if state is not None and state.is_recomputing:
                     return _empty_copy(metric).forward(*args, **kwargs)
-                with _undisturbed(state):
-                    with self._entries.noted(metric, state):
-                        value = original(*args, **kwargs)
-                    if has_twin:
-                        with torch.no_grad():
-                            self._twin_of(metric).update(*args, **kwargs)
+                with self._entries.noted(metric, state):
+                    value = original(*args, **kwargs)
+                if has_twin:
+                    with torch.no_grad():
+                        self._twin_of(metric).update(*args, **kwargs)
                 return value
 
         return forward
@@ -102,24 +100,17 @@ def _on_device_of(metric: Metric, *arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _undisturbed(state: UserCodeState | None) -> Iterator[None]:
-    """In user code that keeps the lock: what a metric does, other micro-batches must not see half done. Units that it
-    calls run as a part of it."""
+def _alone(state: UserCodeState | None) -> Iterator[None]:
+    """With the user-code lock, which user code has and keeps: what a metric does, other micro-batches must not see half
+    done. Units that it calls run as a part of it."""
     if state is None:
         yield
-        return
-    call_unit, state.call_unit = state.call_unit, None
-    try:
-        yield
-    finally:
-        state.call_unit = call_unit
-
-
-def _user_code_lock_held(state: UserCodeState | None) -> contextlib.AbstractContextManager[None]:
-    """The user-code lock for a unit; user code has it."""
-    if state is None or state.unit_writes is None or state.lock is None:
-        return contextlib.nullcontext()
-    return state.lock.in_user_code(state)
+    elif state.unit_writes is not None and state.lock is not None:
+        with state.lock.in_user_code(state):
+            yield
+    else:
+        with attribute_set(state, "call_unit", None):
+            yield
 
 
 class _Entries:

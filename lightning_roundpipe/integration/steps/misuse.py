@@ -113,7 +113,7 @@ class StepGuard:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Around changes that are made once in the middle of a step, while no micro-batch runs.
+        """Around changes that are made once in the middle of a step by hand, while no micro-batch runs.
 
         Raises:
             MisconfigurationException: if weights or gradients have changed before, in the same step.
@@ -124,7 +124,7 @@ class StepGuard:
             yield
         finally:
             self._before = _Weights(self._weights, is_sampled=self._before.samples is not None)
-            self._note_gradients("training_step")
+            self._gradients = self._gradients_now() if self._count > 1 else None
 
     def _look_up(self) -> None:
         self._scan.refresh()
@@ -222,11 +222,6 @@ class StepGuard:
                 "its own. Gradients of the micro-batches are added up elsewhere while the step runs: change them in "
                 "on_after_backward or on_before_optimizer_step, and return the loss without running its backward"
             )
-
-    def _note_gradients(self, kind: str) -> None:
-        self._gradients = None
-        if self._count > 1 and kind == "training_step" and not self._root.automatic_optimization:
-            self._gradients = self._gradients_now()
 
     def _gradients_now(self) -> Versions[nn.Parameter]:
         """What is in ``.grad`` of weights, and its version."""
