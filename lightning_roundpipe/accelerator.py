@@ -138,7 +138,7 @@ def pool_statistics(pool: DevicePool) -> dict[str, float]:
         own = device.statistics()
         if device.memory.limit is not None:
             own["memory_limit_bytes"] = float(device.memory.limit)
-        figures.update({f"device{device.number}.{name}": value for name, value in own.items()})
+        figures.update({f"device{device.index}.{name}": value for name, value in own.items()})
         if isinstance(device, GpuDevice):  # all GPUs share it
             figures.update({f"host.{name}": value for name, value in device.page_locked.statistics().items()})
     return figures

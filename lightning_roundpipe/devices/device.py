@@ -52,8 +52,7 @@ class Device(ABC):
     """One device of the pool.
 
     Attributes:
-        index: position in the pool, which changes where a device before it is lost.
-        number: its position when the pool was made, by which users know it.
+        index: position in the pool, by which users know it.
         lost: why it is lost, in the words of its driver, see [Note: lost devices]; None while it works.
         torch_device: where its tensors live.
         aliases_host: whether device copies of weights share memory with the host's (nothing needs to travel).
@@ -74,7 +73,7 @@ class Device(ABC):
     has_own_speed: bool = True
 
     def __init__(self, index: int, torch_device: torch.device, h2d: Lane, d2h: Lane, memory: DeviceMemory) -> None:
-        self.index = self.number = index
+        self.index = index
         self.lost: str | None = None
         self.torch_device = torch_device
         self.draws_as: Any = None

@@ -104,18 +104,6 @@ class DevicePool:
             device.check()
         return [device for device in self.devices if device.lost is not None]
 
-    def drop(self, lost: Sequence[Device]) -> None:
-        """Goes on without these devices: the others, of which there is one at least, close ranks.
-
-        No step runs, and nothing of the model is on any device.
-        """
-        self.devices = tuple(device for device in self.devices if device not in lost)
-        for index, device in enumerate(self.devices):
-            device.index = index
-        for device in lost:
-            device.dispose()
-        self.devices[0].enter()  # the GPU that the calling thread works on may be one of them
-
     @property
     def can_fail(self) -> bool:
         """Whether a step may fail for no fault of the user: memory may run out, or a device that is not the host itself

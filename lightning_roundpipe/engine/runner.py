@@ -148,11 +148,6 @@ class Engine:
         self._open.enter_context(torch_patched())
         self._is_open = True
 
-    @property
-    def is_open(self) -> bool:
-        """Whether threads stay from step to step."""
-        return self._is_open
-
     def close(self) -> None:
         """Forgets plans (not costs that were preset) and replicas; the engine may be used again."""
         self._is_open = False

@@ -60,12 +60,6 @@ class HostStrategy(RankStrategy):
         super().setup_environment()
         if self._pool is not None:
             self._pool.dispose()
-            # Without what an earlier run has lost; if that is all there was, the driver says so.
-            left = [device.torch_device for device in self._pool.devices if device.lost is None]
-            if self._own_devices and left:
-                self._own_devices = left
-            elif self.parallel_devices and left:
-                self.parallel_devices = left
             self._pool = None
         note_unused_gpus([device.torch_device for device in self.pool.devices])
         # An attribute of the instance, as the accelerator may be any of Lightning's.

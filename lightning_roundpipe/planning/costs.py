@@ -15,8 +15,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -295,16 +294,6 @@ class Machine:
         """What holds for each device."""
         alike = DeviceTraits(1.0, self.device_memory_bytes, self.h2d_bytes_per_ms, self.d2h_bytes_per_ms)
         return self.devices or (alike,) * self.num_devices
-
-    def restricted(self, indices: Sequence[int]) -> Machine:
-        """Return the machine with some of its devices only, in this order."""
-        shared = (
-            SharedLink(tuple(new for new, old in enumerate(indices) if old in link.devices), link.bytes_per_ms)
-            for link in self.shared_links
-            if len(set(indices).intersection(link.devices)) > 1
-        )
-        devices = tuple(self.devices[index] for index in indices) if self.devices else ()
-        return replace(self, num_devices=len(indices), devices=devices, shared_links=tuple(shared))
 
     def all_reduce_ms(self, num_bytes: int) -> float:
         """Return the time in ms in which all ranks add up so many bytes each, in a ring: twice around it."""

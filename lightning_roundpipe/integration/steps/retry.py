@@ -1,10 +1,10 @@
-"""A step that the devices could not finish is run again: with smaller micro-batches, or on fewer devices.
+"""A step that the devices could not finish is put back, and where that helps run again with smaller micro-batches.
 
 [Note: steps that are run again]
 
     note the state --> run --> no room --------> put back --> the same, where room was made --> run ...
                           |--> does not fit ---> put back --> twice as many micro-batches ----> run ...
-                          |--> device lost ----> put back --> the same, on the others --------> run ...
+                          |--> device lost ----> put back --> the end
                           |--> late write -----> put back --> the same, with what is known now -> run ...
                           '--> any other error: the user's
 
@@ -31,11 +31,8 @@ files) stays as well. If it has changed weights, the batch or a large buffer, th
 ranks have some of its gradients.
 
 *Devices that are lost.* Whatever a step has failed with, the devices are asked whether they still work ([Note: lost
-devices] in :mod:`devices.device`). If one does not, the pool goes on without it, with a new engine and so with new
-plans, and the same micro-batches are run there: their number decides about results, that of the devices does not. Not
-if it was the last device, if an optimizer has been called in the step, if other ranks have some of its gradients, or if
-the step takes its batches from an iterator, which has gone on. The state is put back in any case: what is saved then is
-that of the last step that was finished.
+devices] in :mod:`devices.device`). If one does not, the state is put back: what is saved then is that of the last step
+that was finished. Nothing is run again: what has broken may have broken the process, too.
 
 *Buffers that are written late.* The first step has seen which buffers units write, and later ones prepare for those:
 the micro-batches take turns, and the values from before are kept for the backward. A unit may begin later, by a flag in
@@ -46,14 +43,14 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from ...devices.device import Device, DeviceLostError
+from ...devices.device import DeviceLostError
 from ...devices.memory import DeviceOutOfMemoryError
 from ...devices.pool import DevicePool
 from ...engine.execution import LateWriteError
@@ -100,7 +97,6 @@ class Retry:
         is_auto: whether the number may be raised again and again.
         pool: where it cannot fail, and the model has no buffers, nothing is noted and nothing is run again.
         forget: called with the kind of step before such a step is run again: what was planned for it is void.
-        go_on_without: called with the devices that are lost, while no step runs.
         costs: of the calls of a kind of step, as far as they are known.
         is_trial: whether Lightning is trying a batch size at the moment.
 
@@ -116,7 +112,6 @@ class Retry:
         is_auto: bool,
         pool: DevicePool,
         forget: Callable[[str], None],
-        go_on_without: Callable[[Sequence[Device]], None],
         costs: Callable[[str], CostProfile | None],
         is_trial: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -125,7 +120,6 @@ class Retry:
         self._is_auto = is_auto
         self._pool = pool
         self._forget = forget
-        self._go_on_without = go_on_without
         self._costs = costs
         self._is_trial = is_trial
         self._tried_rows: int | None = None
@@ -149,7 +143,7 @@ class Retry:
         Raises:
             DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what
                 takes the memory, why it was not run again, and what to change.
-            DeviceLostError: if a device is lost and it is not run again.
+            DeviceLostError: if a device is lost.
             LateWriteError: if a unit has begun to write a buffer and it is not run again.
         """
         self._final = None
@@ -188,11 +182,12 @@ class Retry:
         """
         state, has_no_room = step.state, _has_no_room(error)
         if lost := self._pool.find_lost():
-            why_not = self._why_final(lost, state)
             state.restore()
-            if why_not is not None:
-                raise DeviceLostError(f"{step.kind} has lost {_causes(lost)}. {why_not}") from error
-            return functools.partial(self._leave_out, step.kind, lost)
+            causes = ", ".join(f"{device.name} ({device.lost})" for device in lost)
+            raise DeviceLostError(
+                f"{step.kind} has lost {causes}. What helps: begin again in a new process, from the last checkpoint, "
+                "without the device if it does not come back."
+            ) from error
         if isinstance(error, LateWriteError):
             why_not = self._obstacle(state)
             state.restore()
@@ -228,14 +223,6 @@ class Retry:
         announce = rank_zero_info if self._is_auto else rank_zero_warn
         announce(text)
         return more
-
-    def _leave_out(self, kind: str, lost: Sequence[Device]) -> None:
-        self._go_on_without(lost)
-        num_left = len(self._pool)
-        rank_zero_warn(
-            f"{kind} has lost {_causes(lost)}. It is run again without, and so will be the next ones: on "
-            f"{'1 device' if num_left == 1 else f'{num_left} devices'}, with the same results."
-        )
 
     def _make_room(self) -> None:
         for device in self._pool.devices:
@@ -276,19 +263,6 @@ class Retry:
             return "the iterator that it takes its batches from has gone on"
         changed = state.lost()
         return None if changed is None else f"{changed} has changed meanwhile"
-
-    def _why_final(self, lost: Sequence[Device], state: StepState) -> str | None:
-        """Why a step that has lost devices is not run again, and what to do; None if it is."""
-        if len(lost) == len(self._pool):
-            return (
-                "No other device is left. What helps: begin again in a new process, from the last checkpoint, without "
-                "the device if it does not come back."
-            )
-        if (why := self._obstacle(state)) is None:
-            return None
-        return (
-            f"It cannot be run again on the other devices, because {why}. What helps: resume from the last checkpoint."
-        )
 
     def _split_further(self, error: Exception, step: _Step) -> Batches | str:
         """More micro-batches of the same batch, or why not."""
@@ -342,11 +316,6 @@ def _has_no_room(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_ROOM)
-
-
-def _causes(lost: Sequence[Device]) -> str:
-    """What is lost, and why."""
-    return ", ".join(f"{device.name} ({device.lost})" for device in lost)
 
 
 def _microbatches(count: int) -> str:

@@ -7,7 +7,7 @@
                                  hold back what it logs                           log_merging
                                  refuse mistakes                                  misuse
                                  manual optimization: meet                        manual
-                               again, if it does not fit or a device is lost      retry
+                               again, if it does not fit                          retry
                                log once, give the batch back its entries
 """
 
@@ -21,10 +21,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from ...devices.device import Device
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
-from ...engine.runner import Engine
 from ...options import RoundPipeOptions
 from ...planning.costs import Machine
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners
@@ -88,8 +86,7 @@ class Steps:
         self._scan = ModuleScan(module)
         notices = Notices()
         self.report = report
-        self._pool, self._options, self._links = pool, options, links
-        self.engine = self._make_engine()
+        self.engine = make_engine(module, pool, options, report, links)
         self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
         self.ranks = RankSteps(group, self._scan, self._splitter, WIRES[options.reduce_dtype], owners)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
@@ -99,27 +96,11 @@ class Steps:
             options.microbatches_for(len(pool)),
             is_auto=options.num_microbatches == "auto",
             pool=pool,
-            forget=lambda kind: self.engine.forget(kind),  # which may be another one by then
-            go_on_without=self._go_on_without,
-            costs=lambda kind: self.engine.costs(kind),
+            forget=self.engine.forget,
+            costs=self.engine.costs,
             is_trial=is_trial,
         )
         self.manual: ManualOptimization | None = None
-
-    def _make_engine(self) -> Engine:
-        return make_engine(self._module, self._pool, self._options, self.report, self._links)
-
-    def _go_on_without(self, lost: Sequence[Device]) -> None:
-        """Lost devices leave the pool; another engine plans for the rest. What the one before has measured is lost."""
-        before = self.engine
-        is_open = before.is_open
-        before.close()
-        if self._links is not None:
-            self._links = self._links.restricted([d.index for d in self._pool.devices if d not in lost])
-        self._pool.drop(lost)
-        self.engine = self._make_engine()
-        if is_open:
-            self.engine.open()
 
     def arrives(self, batch: Any) -> None:
         """A loader has given ``batch``; hooks of the user may change it before the step gets it."""

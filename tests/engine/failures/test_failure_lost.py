@@ -1,4 +1,4 @@
-"""A device that is lost at any point of a step: what is left of the step, and the same step on the others."""
+"""A device that is lost at any point of a step: nothing is left of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.device import Device, DeviceLostError
+from lightning_roundpipe.devices.device import DeviceLostError
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.engine.runner import StepResult
@@ -46,19 +46,14 @@ class Model(nn.Module):
 class Training:
     """Steps of the model on devices of which one may be lost."""
 
-    def __init__(self, link: str, num_devices: int = 2) -> None:
+    def __init__(self, link: str) -> None:
         self.model = Model()
-        self.pool = DevicePool([torch.device("cpu")] * num_devices, link=LINKS[link]())
+        self.pool = DevicePool([torch.device("cpu")] * 2, link=LINKS[link]())
         self.steps = Steps(self.model, pool=self.pool)
 
     def step(self, function: Callable[[Any], Any] | None = None) -> StepResult:
         parts = torch.randn(12, 4, generator=torch.Generator().manual_seed(5)).chunk(NUM_MICROBATCHES)
         return self.steps.train(parts, 3, function)
-
-    def go_on_without(self, lost: Device) -> None:
-        self.steps.engine.close()
-        self.pool.drop([lost])
-        self.steps = Steps(self.model, pool=self.pool)
 
     def state(self) -> list[Any]:
         """What a step that fails must leave as it was. Not the buffers: the strategy puts those back."""
@@ -69,15 +64,7 @@ class Training:
         ]
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[Tensor]:
-    training = Training("shared")
-    training.step()
-    found = training.step().gradients
-    return [found[parameter] for parameter in training.model.parameters()]
-
-
-def points(link: str) -> Iterator[tuple[Training, Fault]]:
+def points(link: str) -> Iterator[Training]:
     """Trainings whose next step loses a device at one of its uses of each kind: the first device at every fifth, the
     second one, which has seven times as many, at every ninth. Where lanes have threads, the same code comes to the same
     uses, so that half of them are enough."""
@@ -93,25 +80,20 @@ def points(link: str) -> Iterator[tuple[Training, Fault]]:
                 training = Training(link)
                 training.step()
                 is_late = kind != "run" and (at + number) % 2 == 1
-                yield training, Fault(training.pool[number], at, kind=kind, is_late=is_late)
+                Fault(training.pool[number], at, kind=kind, is_late=is_late)
+                yield training
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_step_that_loses_a_device_leaves_nothing_and_can_be_run_on_the_other(link: str, expected: list[Tensor]) -> None:
-    for training, fault in points(link):
-        buffers = {name: value.clone() for name, value in training.model.named_buffers()}
+def test_step_that_loses_a_device_leaves_nothing(link: str) -> None:
+    for training in points(link):
         before, threads = training.state(), threading.active_count()
         with pytest.raises(DeviceLostError):
             training.step()
         torch.testing.assert_close(training.state(), before, rtol=0.0, atol=0.0)
         assert threading.active_count() == threads
-        training.go_on_without(fault.device)
-        assert [device.memory.used for device in training.pool.devices] == [0]
-        with torch.no_grad():
-            for name, buffer in training.model.named_buffers():
-                buffer.copy_(buffers[name])
-        found = training.step().gradients
-        torch.testing.assert_close([found[p] for p in training.model.parameters()], expected, rtol=1e-5, atol=1e-6)
+        training.steps.engine.close()
+        assert [device.memory.used for device in training.pool.devices] == [0, 0]
 
 
 def test_error_of_a_lost_device_that_user_code_catches_fails_the_step() -> None:
@@ -127,16 +109,6 @@ def test_error_of_a_lost_device_that_user_code_catches_fails_the_step() -> None:
 
     with pytest.raises(DeviceLostError, match=f"virtual device 1 is lost: {MESSAGE}"):
         training.step(careless)
-
-
-def test_timeline_of_a_step_stays_when_a_device_has_gone() -> None:
-    training = Training("lazy")
-    training.step()
-    training.steps.engine.trace = True
-    result = training.step()
-    training.go_on_without(training.pool[0])
-    assert {span.device for span in result.timeline.spans} == {0, 1}
-    assert training.step().timeline.num_devices == 1
 
 
 def test_error_of_the_user_is_raised_as_it_is() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.device import DeviceLostError
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
-from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.execution import LateWriteError
 from lightning_roundpipe.integration.batches.microbatches import split_batch
 from lightning_roundpipe.integration.batches.splitting import Batches
@@ -62,7 +61,7 @@ def forgotten() -> list[str]:
 def make_retry(forgotten: list[str]) -> Callable[..., Retry]:
     def make(num_microbatches: int = 2, root: nn.Module | None = None, **kwargs: Any) -> Retry:
         options: dict[str, Any] = {"is_auto": True, "pool": cpu_pool(1, memory_limit=100), "forget": forgotten.append}
-        options |= {"costs": lambda kind: None, "go_on_without": lambda lost: None, **kwargs}
+        options |= {"costs": lambda kind: None, **kwargs}
         return Retry(ModuleScan(root or nn.Linear(1, 1)), num_microbatches, **options)
 
     return make
@@ -243,12 +242,26 @@ def test_a_step_with_a_late_write_is_run_again_as_it_was_and_all_kinds_are_plann
     assert forgotten == ["validation_step", "training_step"]
 
 
-def test_a_late_write_in_a_step_that_cannot_be_run_again_is_an_error_with_a_way_out(make_retry: Any) -> None:
-    retry = make_retry(2, Statistics())
-    with pytest.raises(LateWriteError, match=r"begun to write a\. .* because it is by hand\. What helps: ") as caught:
-        retry.run(
-            "training_step", torch.zeros(8, 1), split, Attempts(9, LATE, effect=lambda: retry.forbid("it is by hand"))
-        )
+def _change_weight(root: nn.Module) -> None:
+    with torch.no_grad():
+        next(root.parameters()).add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "effect", "why"),
+    [
+        (torch.zeros(8, 1), lambda retry, root: retry.forbid("it is by hand"), "it is by hand"),
+        (torch.zeros(8, 1), lambda retry, root: _change_weight(root), "the weight 'weight' has changed meanwhile"),
+        (iter([1, 2]), lambda retry, root: None, "the iterator that it takes its batches from has gone on"),
+    ],
+)
+def test_a_late_write_in_a_step_that_cannot_be_run_again_is_an_error_with_a_way_out(
+    make_retry: Any, batch: Any, effect: Any, why: str
+) -> None:
+    root = Statistics()
+    retry = make_retry(2, root)
+    with pytest.raises(LateWriteError, match=rf"begun to write a\. .* because {why}\. What helps: ") as caught:
+        retry.run("training_step", batch, split, Attempts(9, LATE, effect=lambda: effect(retry, root)))
     assert caught.value.__cause__ is LATE
 
 
@@ -334,92 +347,39 @@ def test_the_tensors_of_a_failed_attempt_are_gone_before_the_next_one(make_retry
     assert seen == [0, 0]
 
 
-class OnFewer:
-    """A step that cannot be run as long as the pool has a device that is lost, whatever the error says."""
-
-    def __init__(self, pool: DevicePool, *losses: tuple[int, ...], effect: Callable[[], None] = lambda: None) -> None:
-        self.pool, self.losses, self.effect = pool, list(losses), effect
-        self.tried: list[tuple[int, int]] = []
-
-    def __call__(self, batches: Batches) -> str:
-        self.tried.append((len(self.pool), len(batches.microbatches)))
-        self.effect()
-        if self.losses:
-            for device in [d for d in self.pool.devices if d.number in self.losses[0]]:
-                device.lost = "gone"
-            del self.losses[0]
-            raise ValueError("what became of the error of the driver")
-        return "result"
-
-
-def test_a_step_may_lose_a_device_and_not_fit_on_the_others(make_retry: Any) -> None:
-    pool = cpu_pool(2, memory_limit=1)
-    fits = Attempts(fits_from=8)
-    attempts = OnFewer(pool, (0,))
-
-    def attempt(batches: Batches) -> str:
-        return attempts(batches) and fits(batches)
-
-    retry = make_retry(2, pool=pool, go_on_without=pool.drop)
-    with pytest.warns(UserWarning, match="has lost virtual device 0"):
-        retry.run("training_step", torch.zeros(20, 1), split, attempt)
-    assert attempts.tried == [(2, 2), (1, 2), (1, 4), (1, 8)]
-
-
-def test_with_the_last_device_the_step_ends_and_its_state_is_put_back(make_retry: Any) -> None:
+def test_a_step_that_loses_a_device_ends_and_its_state_is_put_back(make_retry: Any) -> None:
+    """Whatever the error says."""
     pool, root = cpu_pool(2, copies=True), Statistics()
-    retry = make_retry(pool=pool, root=root, go_on_without=pool.drop)
+    error = ValueError("what became of the error of the driver")
 
-    def change() -> None:
+    def lose() -> None:
         root.mean.add_(1.0)
         root.metrics.update(torch.ones(1))
+        pool[0].lost = "gone"
 
-    attempts = OnFewer(pool, (0, 1), effect=change)
+    attempts = Attempts(9, error, effect=lose)
     with pytest.raises(DeviceLostError) as caught:
-        retry.run("training_step", torch.zeros(20, 1), split, attempts)
+        make_retry(pool=pool, root=root).run("training_step", torch.zeros(20, 1), split, attempts)
     assert str(caught.value) == (
-        "training_step has lost virtual device 0 (gone), virtual device 1 (gone). No other device is left. What helps: "
-        "begin again in a new process, from the last checkpoint, without the device if it does not come back."
+        "training_step has lost virtual device 0 (gone). What helps: begin again in a new process, from the last "
+        "checkpoint, without the device if it does not come back."
     )
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.__cause__ is error
     assert root.mean.tolist() == [0.0] * 3
     assert root.metrics["loss"].update_count == 0
-    assert len(attempts.tried) == 1
-
-
-def _change_weight(root: nn.Module) -> None:
-    with torch.no_grad():
-        next(root.parameters()).add_(1.0)
-
-
-@pytest.mark.parametrize(
-    ("batch", "effect", "why"),
-    [
-        (torch.zeros(20, 1), lambda retry, root: retry.forbid("it is by hand"), "it is by hand"),
-        (torch.zeros(20, 1), lambda retry, root: _change_weight(root), "the weight 'weight' has changed meanwhile"),
-        (iter([1, 2]), lambda retry, root: None, "the iterator that it takes its batches from has gone on"),
-    ],
-)
-def test_what_cannot_be_put_back_is_not_run_on_the_others(make_retry: Any, batch: Any, effect: Any, why: str) -> None:
-    pool, root = cpu_pool(2, copies=True), Statistics()
-    retry = make_retry(pool=pool, root=root, go_on_without=pool.drop)
-    attempts = OnFewer(pool, (1,), effect=lambda: effect(retry, root))
-    with pytest.raises(DeviceLostError, match=f"It cannot be run again on the other devices, because {why}. What"):
-        retry.run("training_step", batch, split, attempts)
-    assert len(attempts.tried) == 1
+    assert attempts.tried == [2]
 
 
 def test_entries_that_the_step_takes_out_of_its_batch_are_there_each_time(make_retry: Any) -> None:
-    pool, seen = cpu_pool(3, copies=True), []
-    attempts = OnFewer(pool, (1,), (0,))
+    seen = []
 
-    def attempt(batches: Batches) -> str:
+    def attempt(batches: Batches) -> None:
         (microbatch,) = batches.microbatches
         seen.append(microbatch.pop("x").shape)
-        return attempts(batches)
+        if len(seen) < 3:
+            raise LATE
 
-    with pytest.warns(UserWarning, match="has lost"):
-        make_retry(1, pool=pool, go_on_without=pool.drop).run("test_step", {"x": torch.zeros(4, 1)}, split, attempt)
+    make_retry(1).run("test_step", {"x": torch.zeros(4, 1)}, split, attempt)
     assert seen == [(4, 1)] * 3
 
 

@@ -72,30 +72,19 @@ class Fault:
 
 
 class Losing(L.Callback):
-    """Lets devices of a training be lost.
+    """Lets a device of a training be lost.
 
     Args:
-        losses: number of a training batch -> number of the device, and of its use in that batch.
+        batch_idx: of the training batch.
+        device: its index.
+        at: number of its use in that batch.
         is_late: see :class:`Fault`.
-
-    Attributes:
-        faults: that were set so far.
     """
 
-    def __init__(self, losses: dict[int, tuple[int, int]], *, is_late: bool = False) -> None:
-        self.losses = losses
+    def __init__(self, batch_idx: int, device: int, at: int, *, is_late: bool = False) -> None:
+        self.batch_idx, self.device, self.at = batch_idx, device, at
         self.is_late = is_late
-        self.faults: list[Fault] = []
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx in self.losses:
-            number, at = self.losses[batch_idx]
-            self.faults += [Fault(d, at, is_late=self.is_late) for d in _devices_of(trainer) if d.number == number]
-
-
-def _devices_of(trainer: L.Trainer) -> tuple[Device, ...]:
-    """None where the training is a plain one."""
-    pool = getattr(trainer.strategy, "pool", None)
-    return () if pool is None else pool.devices
+    def on_train_batch_start(self, trainer: Any, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch_idx:
+            Fault(trainer.strategy.pool[self.device], self.at, is_late=self.is_late)
