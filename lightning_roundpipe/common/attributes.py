@@ -1,10 +1,18 @@
-"""Attributes of modules and objects, read and written past ``__setattr__``."""
+"""Attributes of modules and objects, read and written past ``__setattr__``.
+
+Two other places count as attributes, so that micro-batches have their own values there as well: whether a parameter
+requires a gradient, and the variable of a closure (a *cell*), as ``found`` is of the hook here::
+
+    found = []
+    layer.register_forward_hook(lambda module, args, output: found.append(output))
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from types import CellType
 from typing import Any
 
 import torch
@@ -14,14 +22,17 @@ MISSING: Any = object()  # value of an attribute or entry that is not there
 _FLAG: Any = torch._C.TensorBase.requires_grad
 _CONTAINERS = (list, dict, defaultdict, OrderedDict)
 
-# (id of a module or parameter, name of the attribute) -> (the module or parameter, a value)
+# (id of a module, parameter or cell, name of the attribute) -> (the module, parameter or cell, a value)
 Attributes = dict[tuple[int, str], tuple[nn.Module, Any]]
 
 
-def assign(module: nn.Module | nn.Parameter, name: str, value: Any) -> None:
+def assign(module: nn.Module | nn.Parameter | CellType, name: str, value: Any) -> None:
     """Sets or (``MISSING``) removes an attribute or a buffer, unnoticed."""
     if isinstance(module, Tensor):
         _FLAG.__set__(module, value)
+        return
+    if isinstance(module, CellType):
+        module.cell_contents = value
         return
     state = module.__dict__
     if name in state.get("_buffers", ()):
@@ -32,10 +43,12 @@ def assign(module: nn.Module | nn.Parameter, name: str, value: Any) -> None:
         state[name] = value
 
 
-def read(module: nn.Module | nn.Parameter, name: str) -> Any:
-    """A plain attribute or buffer, ``MISSING`` if there is none; ``requires_grad`` of a parameter."""
+def read(module: nn.Module | nn.Parameter | CellType, name: str) -> Any:
+    """A plain attribute or buffer, ``MISSING`` if there is none; the flag of a parameter; what is in a cell."""
     if isinstance(module, Tensor):
         return _FLAG.__get__(module)
+    if isinstance(module, CellType):
+        return module.cell_contents
     state = module.__dict__
     buffers = state.get("_buffers", ())
     return buffers[name] if name in buffers else state.get(name, MISSING)

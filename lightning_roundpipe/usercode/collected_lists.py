@@ -5,8 +5,8 @@
 (``self.features[name] = out``). Lists and dicts that are attributes of user code modules are given to every micro-batch
 as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
 and lands in the original container. So are lists and dicts in them (``self.outputs["preds"].append(x)``), where there
-are few, those that units fill, see [Note: fills] in :mod:`autograd.fills`, and those of units that user code fills,
-which are found while the first micro-batch runs alone. ::
+are few, those that forward hooks hold by a closure, those that units fill, see [Note: fills] in :mod:`autograd.fills`,
+and those of units that user code fills, which are found while the first micro-batch runs alone. ::
 
     original  [a]  --copies-->  [a] + [x0]      micro-batch 0
                                 [a] + [x1]      micro-batch 1
@@ -53,6 +53,23 @@ def containers_of(modules: Iterable[nn.Module]) -> Iterator[Attribute]:
                 yield module, name, value
 
 
+def held_by_hooks(modules: Iterable[nn.Module]) -> list[Attribute]:
+    """The lists and dicts in closures of forward hooks on these modules: cell, its attribute, value; each cell once."""
+    found: dict[int, Attribute] = {}
+    for module in modules:
+        if not (module._forward_hooks or module._forward_pre_hooks):
+            continue
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            for cell in getattr(hook, "__closure__", None) or ():
+                try:
+                    value = cell.cell_contents
+                except ValueError:  # a variable without a value
+                    continue
+                if is_container(value):
+                    found[id(cell)] = cell, "cell_contents", value
+    return list(found.values())
+
+
 def without_metrics(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Metrics belong to all micro-batches; they are hashed by their state, as no other modules are."""
     return (module for module in modules if type(module).__hash__ is nn.Module.__hash__)
@@ -64,7 +81,7 @@ class CollectedLists:
     Args:
         modules: all of theirs are collected.
         filled: gives the attributes that units are known to fill.
-        others: modules, with those of units, whose attributes may hold the same lists and dicts.
+        others: modules, with those of units, whose attributes may hold the same lists and dicts, and whose hooks.
     """
 
     def __init__(
@@ -75,7 +92,7 @@ class CollectedLists:
     ) -> None:
         self._filled = filled
         self._others = others
-        self._originals = list(containers_of(modules))
+        self._originals = [*containers_of(modules), *held_by_hooks(others)]
         self._note_filled()
         self._copies: list[Copies] = []  # of each micro-batch
 

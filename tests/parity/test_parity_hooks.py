@@ -114,6 +114,26 @@ class FeaturesOfAModule(Chain):
         return block(features["0"] + features["1"])
 
 
+class HooksThatHoldWhatTheyFill(Chain):
+    """In closures: a list that is an attribute as well, and a dict that only closures know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden: list[Tensor] = []
+        features: dict[str, Tensor] = {}
+        self.hidden = hidden
+        self.feature = lambda name: features.pop(name)
+        self.blocks[0].inner.register_forward_hook(lambda module, args, output: hidden.append(output))
+        self.blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+        self.blocks[2].register_forward_pre_hook(lambda module, args: features.update(given=args[0]))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.hidden.clear()
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.hidden
+        return loss + (first - second).square().mean() + self.feature("given").square().mean()
+
+
 class HooksOfOneStep(Chain):
     """Registered by every step, which removes them: on a frozen part, and on units that are trained."""
 
@@ -310,6 +330,7 @@ MODELS: list[type[Chain]] = [
     RecordedByName,
     RecordedFromTheSecondStepOn,
     FeaturesOfAModule,
+    HooksThatHoldWhatTheyFill,
     HooksOfOneStep,
     HooksThatChangeTheOutput,
     HooksOnUnits,
