@@ -1,10 +1,11 @@
 """Attributes of modules and objects, read and written past ``__setattr__``.
 
-Two other places count as attributes, so that micro-batches have their own values there as well: whether a parameter
-requires a gradient, and the variable of a closure (a *cell*), as ``found`` is of the hook here::
+Other places count as attributes, so that micro-batches have their own values there as well: whether a parameter
+requires a gradient, the variable of a closure (a *cell*), and all attributes of an object that is no module at once::
 
-    found = []
+    found = []                                                                        cell, "cell_contents"
     layer.register_forward_hook(lambda module, args, output: found.append(output))
+    layer.register_forward_hook(recorder.keep)                                        recorder, "__dict__"
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from types import CellType
 from typing import Any
 
 import torch
@@ -21,18 +21,19 @@ from torch import Tensor, nn
 MISSING: Any = object()  # value of an attribute or entry that is not there
 _FLAG: Any = torch._C.TensorBase.requires_grad
 _CONTAINERS = (list, dict, defaultdict, OrderedDict)
+CELL, ALL = "cell_contents", "__dict__"
 
-# (id of a module, parameter or cell, name of the attribute) -> (the module, parameter or cell, a value)
+# (id of a module or another place, name of the attribute) -> (the module or place, a value)
 Attributes = dict[tuple[int, str], tuple[nn.Module, Any]]
 
 
-def assign(module: nn.Module | nn.Parameter | CellType, name: str, value: Any) -> None:
+def assign(module: Any, name: str, value: Any) -> None:
     """Sets or (``MISSING``) removes an attribute or a buffer, unnoticed."""
     if isinstance(module, Tensor):
         _FLAG.__set__(module, value)
         return
-    if isinstance(module, CellType):
-        module.cell_contents = value
+    if name in (CELL, ALL):
+        object.__setattr__(module, name, value)
         return
     state = module.__dict__
     if name in state.get("_buffers", ()):
@@ -43,12 +44,12 @@ def assign(module: nn.Module | nn.Parameter | CellType, name: str, value: Any) -
         state[name] = value
 
 
-def read(module: nn.Module | nn.Parameter | CellType, name: str) -> Any:
-    """A plain attribute or buffer, ``MISSING`` if there is none; the flag of a parameter; what is in a cell."""
+def read(module: Any, name: str) -> Any:
+    """A plain attribute or buffer, ``MISSING`` if there is none; what is in one of the other places."""
     if isinstance(module, Tensor):
         return _FLAG.__get__(module)
-    if isinstance(module, CellType):
-        return module.cell_contents
+    if name in (CELL, ALL):
+        return getattr(module, name)
     state = module.__dict__
     buffers = state.get("_buffers", ())
     return buffers[name] if name in buffers else state.get(name, MISSING)

@@ -5,8 +5,8 @@
 (``self.features[name] = out``). Lists and dicts that are attributes of user code modules are given to every micro-batch
 as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
 and lands in the original container. So are lists and dicts in them (``self.outputs["preds"].append(x)``), where there
-are few, those that forward hooks hold by a closure, those that units fill, see [Note: fills] in :mod:`autograd.fills`,
-and those of units that user code fills, which are found while the first micro-batch runs alone. ::
+are few, what forward hooks hold by themselves, those that units fill, see [Note: fills] in :mod:`autograd.fills`, and
+those of units that user code fills, which are found while the first micro-batch runs alone. ::
 
     original  [a]  --copies-->  [a] + [x0]      micro-batch 0
                                 [a] + [x1]      micro-batch 1
@@ -22,16 +22,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..common.attributes import MISSING, Attributes, assign, is_container, read
+from ..common.attributes import ALL, CELL, MISSING, Attributes, assign, is_container, read
 from .outputs import brought_home
 
 Attribute = tuple[nn.Module, str, Any]  # module, name, value
@@ -54,19 +56,22 @@ def containers_of(modules: Iterable[nn.Module]) -> Iterator[Attribute]:
 
 
 def held_by_hooks(modules: Iterable[nn.Module]) -> list[Attribute]:
-    """The lists and dicts in closures of forward hooks on these modules: cell, its attribute, value; each cell once."""
+    """What forward hooks on these modules may fill, besides attributes of modules: lists and dicts of closures, and the
+    attributes of the objects whose methods they are. Each place once, see :mod:`common.attributes`."""
     found: dict[int, Attribute] = {}
     for module in modules:
         if not (module._forward_hooks or module._forward_pre_hooks):
             continue
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            while isinstance(hook, functools.partial):
+                hook = hook.func
+            owner = getattr(hook, "__self__", hook)
+            if type(getattr(owner, "__dict__", None)) is dict and not isinstance(owner, (nn.Module, FunctionType)):
+                found[id(owner)] = owner, ALL, owner.__dict__
             for cell in getattr(hook, "__closure__", None) or ():
-                try:
-                    value = cell.cell_contents
-                except ValueError:  # a variable without a value
-                    continue
-                if is_container(value):
-                    found[id(cell)] = cell, "cell_contents", value
+                with contextlib.suppress(ValueError):  # a variable without a value
+                    if is_container(cell.cell_contents):
+                        found[id(cell)] = cell, CELL, cell.cell_contents
     return list(found.values())
 
 

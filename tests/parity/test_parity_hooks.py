@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,6 +133,32 @@ class HooksThatHoldWhatTheyFill(Chain):
         loss = super().training_step(batch, batch_idx)
         first, second = self.hidden
         return loss + (first - second).square().mean() + self.feature("given").square().mean()
+
+
+class Keeper:
+    """No module: its method is a hook."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.all: list[Tensor] = []
+
+    def keep(self, factor: float, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.last = output * factor
+        self.all.append(output)
+
+
+class HooksOfAnObject(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeper = Keeper()
+        self.blocks[0].inner.register_forward_hook(functools.partial(self.keeper.keep, 2.0))
+        self.blocks[1].register_forward_hook(functools.partial(self.keeper.keep, 3.0))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.keeper.all = []
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.keeper.all
+        return loss + (first - second).square().mean() + self.keeper.last.square().mean()
 
 
 class HooksOfOneStep(Chain):
@@ -331,6 +358,7 @@ MODELS: list[type[Chain]] = [
     RecordedFromTheSecondStepOn,
     FeaturesOfAModule,
     HooksThatHoldWhatTheyFill,
+    HooksOfAnObject,
     HooksOfOneStep,
     HooksThatChangeTheOutput,
     HooksOnUnits,
