@@ -17,7 +17,6 @@ from lightning_roundpipe.planning import (  # noqa: E402
     CallCost,
     CostProfile,
     Machine,
-    Partition,
     StageKind,
     Timeline,
     bound_stage_costs,
@@ -33,26 +32,23 @@ NUM_MICROBATCHES = 8
 PROFILE = CostProfile(tuple(CallCost(f"layer {i}", forward_ms=1.0, backward_ms=2.0) for i in range(12)))
 
 
-def pipeline() -> tuple[str, Timeline, Partition]:
-    """Return title, timeline and stages of the schedule of this package."""
+def pipeline() -> tuple[str, Timeline]:
+    """Return title and timeline of the schedule of this package."""
     machine = Machine(NUM_DEVICES)
     plan = plan_training(PROFILE, machine, num_microbatches=NUM_MICROBATCHES, may_split=False)
     schedule = plan.schedule(PROFILE, machine, NUM_MICROBATCHES)
     kinds = [stage.kind for stage in plan.partition.stages]
     num_forward, num_backward = kinds.count(StageKind.FORWARD), kinds.count(StageKind.BACKWARD)
     title = f"RoundPipe, {num_forward} forward stages, 1 fused, {num_backward} backward, bound to no device"
-    return title, simulate(schedule, stage_costs(plan.partition, PROFILE)).timeline, plan.partition
+    return title, simulate(schedule, stage_costs(plan.partition, PROFILE)).timeline
 
 
-def bound() -> tuple[str, Timeline, None]:
+def bound() -> tuple[str, Timeline]:
     """Return the same for GPipe with recomputation: device d has the d-th share of the layers."""
     share = len(PROFILE.calls) // NUM_DEVICES
     costs = bound_stage_costs([share] * NUM_DEVICES, PROFILE)
-    return (
-        f"GPipe, {share} layers bound to each device",
-        simulate(gpipe(NUM_DEVICES, NUM_MICROBATCHES), costs).timeline,
-        None,
-    )
+    timeline = simulate(gpipe(NUM_DEVICES, NUM_MICROBATCHES), costs).timeline
+    return f"GPipe, {share} layers bound to each device", timeline
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightning_roundpipe.planning import CostProfile, Machine, Partition, Timeline, files
+from lightning_roundpipe.planning import CostProfile, Machine, Timeline, files
 from lightning_roundpipe.planning.costs import DeviceTraits, SharedLink
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes, parse_duration
 from lightning_roundpipe.reporting.pictures import check_picture, draw_timelines
@@ -230,7 +230,7 @@ def check_picture_path(path: str | None) -> None:
             raise ValueError(str(error)) from error
 
 
-def save_picture(path: str, panels: Sequence[tuple[str, Timeline, Partition | None]]) -> None:
+def save_picture(path: str, panels: Sequence[tuple[str, Timeline]]) -> None:
     """Draw timelines with their titles, one above the other; `check_picture_path` comes first."""
     with _file_errors(f"write {path}", "choose another place"):
         draw_timelines(panels, path)

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.timeline:
         write_text(args.timeline, json.dumps(simulation.timeline.to_chrome_trace()))
     if args.png:
-        save_picture(args.png, [("RoundPipe", simulation.timeline, partition)])
+        save_picture(args.png, [("RoundPipe", simulation.timeline)])
     document = {
         "command": "plan",
         "profile": args.profile,

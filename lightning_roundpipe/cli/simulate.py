@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         contenders = [result for result in results if isinstance(result, Contender)]
         if not contenders:
             raise ValueError("--png has nothing to draw: none of the schedules can run.")
-        save_picture(args.png, [(result.name, result.simulation.timeline, result.partition) for result in contenders])
+        save_picture(args.png, [(result.name, result.simulation.timeline) for result in contenders])
     document = {
         "command": "simulate",
         "profile": args.profile,

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     check_picture_path(args.png)
     timeline, steps = _load(args.trace)
     if args.png:
-        save_picture(args.png, [(args.trace, timeline, None)])
+        save_picture(args.png, [(args.trace, timeline)])
     document = {
         "command": "timeline",
         "trace": args.trace,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planning.files import written_whole
-from ..planning.partition import Partition, StageKind
+from ..planning.partition import StageKind
 from ..planning.schedule import Action
 from ..planning.spans import Span
 from ..planning.timeline import Timeline
@@ -47,56 +47,38 @@ _DPI = 150
 _LEAST_GAP = 0.7  # points
 
 
-def draw_timeline(
-    timeline: Timeline, path: str | os.PathLike[str], *, partition: Partition | None = None, title: str | None = None
-) -> None:
-    """Draw a timeline into a file.
+def draw_timelines(panels: Sequence[tuple[str, Timeline]], path: str | os.PathLike[str]) -> None:
+    """Draw timelines into a file, one above the other over the same time axis.
 
     Args:
-        timeline: What ran when.
+        panels: Title of each, "" for none, and the timeline; the labels of its spans say what the stages do.
         path: The file; its suffix picks the format: ``.png``, ``.svg`` or ``.pdf``.
-        partition: The stages that ran; None to take what the labels of the spans say about them.
-        title: Text above the picture, before the figures.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message says how to install it.
-        ValueError: If the suffix is none of those above.
+        ValueError: If the suffix is none of those above, or there is nothing to draw.
         OSError: If the file cannot be written.
-    """
-    draw_timelines([(title or "", timeline, partition)], path)
-
-
-def draw_timelines(panels: Sequence[tuple[str, Timeline, Partition | None]], path: str | os.PathLike[str]) -> None:
-    """Draw several timelines into a file, one above the other over the same time axis.
-
-    Args:
-        panels: Title, timeline and partition of each, as for `draw_timeline`.
-        path: As for `draw_timeline`.
-
-    Raises:
-        ModuleNotFoundError, OSError: As `draw_timeline`.
-        ValueError: If the suffix is not known, or there is nothing to draw.
     """
     check_picture(path)
     if not panels:
-        raise ValueError("panels is empty: pass at least one (title, timeline, partition).")
+        raise ValueError("panels is empty: pass at least one (title, timeline).")
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows = [timeline.num_devices for _, timeline, _ in panels]
+    rows = [timeline.num_devices for _, timeline in panels]
     height = _LEGEND + sum(_PANEL + _ROW * count for count in rows) + _BOTTOM
     # Fixed ids make the same picture the same file.
     with matplotlib.rc_context({"svg.hashsalt": "roundpipe", "font.family": "sans-serif", "hatch.linewidth": 0.6}):
         figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
-        longest = max(timeline.makespan_ms for _, timeline, _ in panels) or 1.0
+        longest = max(timeline.makespan_ms for _, timeline in panels) or 1.0
         names: dict[str, Any] = {}
         top = height - _LEGEND
-        for number, (title, timeline, partition) in enumerate(panels):
+        for number, (title, timeline) in enumerate(panels):
             panel_height = _ROW * timeline.num_devices
             bottom = top - _PANEL - panel_height
             place = (_LEFT / _WIDTH, bottom / height, 1 - (_LEFT + _RIGHT) / _WIDTH, panel_height / height)
             axes = figure.add_axes(place)
-            _Panel(axes, timeline, partition, longest).draw(title, names, is_last=number == len(panels) - 1)
+            _Panel(axes, timeline, longest).draw(title, names, is_last=number == len(panels) - 1)
             top = bottom
         _legend(figure, names, height)
         suffix = Path(path).suffix.lower()
@@ -108,7 +90,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     """Check that a picture can be drawn into `path`, before there is one.
 
     Raises:
-        ModuleNotFoundError, ValueError: As `draw_timeline`.
+        ModuleNotFoundError, ValueError: As `draw_timelines`.
     """
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"{os.fspath(path)!r} has no suffix of a picture: use {', '.join(FORMATS)}.")
@@ -132,17 +114,17 @@ class _Panel:
 
     Args:
         axes: Where to draw.
-        timeline, partition: As for `draw_timeline`.
+        timeline: What to draw.
         longest_ms: Length of the time axis.
     """
 
-    def __init__(self, axes: Any, timeline: Timeline, partition: Partition | None, longest_ms: float) -> None:
+    def __init__(self, axes: Any, timeline: Timeline, longest_ms: float) -> None:
         self._axes, self._timeline, self._longest_ms = axes, timeline, longest_ms
         self._origin = timeline.start_ms
         self._points_per_ms = (_WIDTH - _LEFT - _RIGHT) * 72 / longest_ms
         self._has_transfers = any(span.kind in _TRANSFERS for span in timeline.spans)
         self._compute_height = 0.60 if self._has_transfers else 0.80
-        self._blocks = _blocks(timeline, partition)
+        self._blocks = _blocks(timeline)
         # The same for all numbers, so that a row does not show only those below 10.
         longest = max((span.microbatch_index for span in timeline.spans), default=0)
         self._number_width = 4.4 * len(str(longest)) + 3  # points
@@ -233,32 +215,27 @@ def _title(title: str, timeline: Timeline) -> str:
     return f"{title}: {figures}" if title else figures
 
 
-def _blocks(timeline: Timeline, partition: Partition | None) -> list[list[_Block]]:
+def _blocks(timeline: Timeline) -> list[list[_Block]]:
     """What each device computed, in the order of time."""
-    known = timeline.stage_kinds
-
-    def kind_of(action: Action | None) -> StageKind | None:
-        if action is None:
-            return None
-        if partition is not None:
-            return partition.stages[action.stage_index].kind if action.stage_index < partition.num_stages else None
-        return known.get(action)
-
-    stages: dict[StageKind | None, set[int]] = {}
-    rows: list[list[tuple[StageKind | None, tuple[Span, ...]]]] = [[] for _ in range(timeline.num_devices)]
+    kinds = timeline.stage_kinds
     computing = sorted(
-        (s for s in timeline.spans if s.kind == "compute"), key=lambda span: (span.device, span.start_ms)
+        (span for span in timeline.spans if span.kind == "compute"), key=lambda span: (span.device, span.start_ms)
     )
-    for (device, action), stretch in groupby(computing, key=lambda span: (span.device, span.action)):
-        spans = tuple(stretch)
-        rows[device].append((kind_of(action), spans))
-        stages.setdefault(kind_of(action), set()).add(spans[0].stage_index)
+    stages: dict[StageKind | None, set[int]] = {}
+    for span in computing:
+        stages.setdefault(_kind_of(span, kinds), set()).add(span.stage_index)
     ranks = {kind: {stage: rank for rank, stage in enumerate(sorted(found))} for kind, found in stages.items()}
+    rows: list[list[_Block]] = [[] for _ in range(timeline.num_devices)]
+    for (device, _), stretch in groupby(computing, key=lambda span: (span.device, span.action)):
+        spans = tuple(stretch)
+        kind = _kind_of(spans[0], kinds)
+        depth = ranks[kind][spans[0].stage_index] / max(1, len(ranks[kind]) - 1)
+        rows[device].append(_Block(spans, kind, _colour(kind, depth)))
+    return rows
 
-    def colour(kind: StageKind | None, stage: int) -> tuple[float, float, float]:
-        return _colour(kind, ranks[kind][stage] / max(1, len(ranks[kind]) - 1))
 
-    return [[_Block(spans, kind, colour(kind, spans[0].stage_index)) for kind, spans in row] for row in rows]
+def _kind_of(span: Span, kinds: Mapping[Action, StageKind]) -> StageKind | None:
+    return None if span.action is None else kinds.get(span.action)
 
 
 def _colour(kind: StageKind | None, depth: float) -> tuple[float, float, float]:

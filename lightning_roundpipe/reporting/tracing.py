@@ -25,7 +25,6 @@ from ..engine.requests import StepRequest, StepResult
 from ..engine.runner import Engine
 from ..options import check_count, check_writable
 from ..planning.files import write_text
-from ..planning.partition import Partition
 from ..planning.spans import Mark
 from ..planning.timeline import Timeline
 from .host_memory import HostMemory
@@ -108,7 +107,17 @@ class TraceWriter:
     def note(self, result: StepResult, started_at: float) -> None:
         """Takes a training step, which began at ``started_at`` (seconds, :func:`time.perf_counter`)."""
         if self.is_due:
-            self._steps.append(_Recorded.of(self._num_seen, result, started_at))
+            start_ms = started_at * 1e3
+            # A step that only recorded calls carries the partition of the next one.
+            partition = None if result.schedule is None else result.partition
+            figures = {"partition": partition.format() if partition else "none yet", "replanned": result.replanned}
+            mark = Mark(
+                f"training step {self._num_seen}",
+                start_ms,
+                start_ms + result.step_ms,
+                {**figures, **step_figures(result)},
+            )
+            self._steps.append(_Recorded(mark, result.timeline, result.num_microbatches))
         self._num_seen += 1
         if len(self._steps) == len(self._wanted):
             self._write()
@@ -128,11 +137,10 @@ class TraceWriter:
         steps, self._steps, self._is_written = self._steps, [], True
         try:
             if self._path is not None:
-                timeline, marks = _joined(steps)
-                write_text(self._path, json.dumps(timeline.to_chrome_trace(marks)))
+                trace = _joined(steps).to_chrome_trace([step.mark for step in steps])
+                write_text(self._path, json.dumps(trace))
             if self._picture is not None:
-                panels = [(step.name, step.timeline, step.partition) for step in steps[:_MAX_PANELS]]
-                draw_timelines(panels, self._picture)
+                draw_timelines([(step.mark.name, step.timeline) for step in steps[:_MAX_PANELS]], self._picture)
         except OSError as error:
             rank_zero_warn(f"the recorded training steps could not be written: {error}")
 
@@ -204,24 +212,11 @@ def _without_infinite(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What is kept of a step."""
+    """What is kept of a step: its mark is on the clock of the process, the spans count from its begin."""
 
-    name: str
-    started_at: float
+    mark: Mark
     timeline: Timeline
-    partition: Partition | None
     num_microbatches: int
-    step_ms: float
-    figures: dict[str, Any]
-
-    @classmethod
-    def of(cls, index: int, result: StepResult, started_at: float) -> _Recorded:
-        # A step that only recorded calls carries the partition of the next one.
-        partition = None if result.schedule is None else result.partition
-        figures = {"partition": partition.format() if partition else "none yet", "replanned": result.replanned}
-        figures |= step_figures(result)
-        sizes = (result.num_microbatches, result.step_ms)
-        return cls(f"training step {index}", started_at, result.timeline, partition, *sizes, figures)
 
 
 def step_figures(result: StepResult) -> dict[str, float]:
@@ -243,16 +238,15 @@ def step_figures(result: StepResult) -> dict[str, float]:
     return figures
 
 
-def _joined(steps: Sequence[_Recorded]) -> tuple[Timeline, list[Mark]]:
-    """One timeline of all steps, as they followed each other; micro-batches are numbered on."""
-    spans, marks = [], []
+def _joined(steps: Sequence[_Recorded]) -> Timeline:
+    """One timeline of all steps, on the clock of their marks; micro-batches are numbered on."""
+    spans = []
     num_before = 0
     for step in steps:
-        shift = (step.started_at - steps[0].started_at) * 1e3
+        shift = step.mark.start_ms
         for span in step.timeline.spans:
             index = span.microbatch_index + num_before if span.microbatch_index >= 0 else -1
             start, end = span.start_ms + shift, span.end_ms + shift
             spans.append(replace(span, start_ms=start, end_ms=end, microbatch_index=index))
-        marks.append(Mark(step.name, shift, shift + step.step_ms, step.figures))
         num_before += step.num_microbatches
-    return Timeline(tuple(spans), steps[0].timeline.num_devices), marks
+    return Timeline(tuple(spans), steps[0].timeline.num_devices)

@@ -17,14 +17,14 @@ from lightning_roundpipe.planning import CostProfile
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.files import write_text, written_whole
 from lightning_roundpipe.planning.timeline import Timeline
-from lightning_roundpipe.reporting.pictures import draw_timeline
+from lightning_roundpipe.reporting.pictures import draw_timelines
 
 PROFILE = CostProfile((CallCost("block", 1.0, 2.0, 8, 8, 8, 8),))
 
 
 def draw(path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib, which draws")
-    draw_timeline(Timeline((), 1), path)
+    draw_timelines([("", Timeline((), 1))], path)
 
 
 WRITERS: dict[str, tuple[str, Callable[[Path], None]]] = {

@@ -8,24 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_roundpipe.planning import Partition, Span, Stage, StageKind, Timeline
-from lightning_roundpipe.reporting.pictures import draw_timeline, draw_timelines
+from lightning_roundpipe.planning import Span, Timeline
+from lightning_roundpipe.reporting.pictures import draw_timelines
 
 pytest.importorskip("matplotlib")
 
-PARTITION = Partition(
-    4,
-    (
-        Stage(0, StageKind.FORWARD, 0, 2),
-        Stage(1, StageKind.FUSED, 2, 4),
-        Stage(2, StageKind.BACKWARD, 1, 2),
-        Stage(3, StageKind.BACKWARD, 0, 1),
-    ),
-)
 FORWARD, FUSED, BACKWARD, UPLOAD, DOWNLOAD = "#a9cdf0", "#f6ad3c", "#a6dcc0", "#7b4fb5", "#b8476b"
 
 
-def timeline(labels: tuple[str, ...] = ("", "", "", "")) -> Timeline:
+def timeline(labels: tuple[str, ...] = ("F a", "fused b", "B a", "B a")) -> Timeline:
     """Two devices, two micro-batches, 40 ms."""
     spans = [
         Span(stage % 2, "compute", 10.0 * stage + 5 * i, 10.0 * stage + 5 * i + 5, stage, i, labels[stage])
@@ -33,6 +24,10 @@ def timeline(labels: tuple[str, ...] = ("", "", "", "")) -> Timeline:
         for i in range(2)
     ]
     return Timeline(tuple(spans), 2)
+
+
+def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
+    draw_timelines([(title, timeline)], path)
 
 
 MOVES = (Span(0, "h2d", 0, 3, 0, -1, "weights"), Span(1, "d2h", 30, 31), Span(1, "wait", 0, 10, 1, 0, "its turn"))
@@ -54,19 +49,14 @@ def test_formats(tmp_path: Path, suffix: str, begin: bytes) -> None:
 
     before = dict(matplotlib.rcParams)
     path = tmp_path / f"picture{suffix}"
-    draw_timeline(timeline(), path, partition=PARTITION)
+    draw_timeline(timeline(), path)
     assert path.read_bytes().startswith(begin)
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("source", ["partition", "labels"])
-def test_kinds_of_stages_have_colours(tmp_path: Path, source: str) -> None:
-    """From the partition, or, of a recorded timeline, from the labels of its spans."""
+def test_kinds_of_stages_have_colours(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    if source == "partition":
-        draw_timeline(timeline(), path, partition=PARTITION, title="Small")
-    else:
-        draw_timeline(timeline(("F a", "fused b", "B a", "B a")), path, title="Small")
+    draw_timeline(timeline(), path, title="Small")
     assert {FORWARD, FUSED, BACKWARD} <= fills(path)
     assert not {UPLOAD, DOWNLOAD} & fills(path)
     text = words(path)
@@ -80,7 +70,7 @@ def test_kinds_of_stages_have_colours(tmp_path: Path, source: str) -> None:
 
 def test_unknown_stages_are_grey(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
-    draw_timeline(timeline(), path)
+    draw_timeline(timeline(("", "", "", "")), path)
     assert not {FORWARD, FUSED, BACKWARD} & fills(path)
     assert "compute" in words(path)
 
@@ -89,8 +79,10 @@ def test_bars_are_as_wide_as_their_spans_are_long(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     path = tmp_path / "picture.png"
-    units = tuple(Span(0, "compute", start, start + 10, 1, 0) for start in (0, 10, 20))  # of one action: one bar
-    draw_timeline(Timeline((*units, Span(0, "h2d", 50, 70)), 1), path, partition=PARTITION)
+    units = tuple(
+        Span(0, "compute", start, start + 10, 1, 0, "fused") for start in (0, 10, 20)
+    )  # of one action: one bar
+    draw_timeline(Timeline((*units, Span(0, "h2d", 50, 70)), 1), path)
     pixels = (imread(path)[:, :, :3] * 255).round().astype(int).tolist()
 
     def width_of(colour: str) -> int:
@@ -103,7 +95,7 @@ def test_bars_are_as_wide_as_their_spans_are_long(tmp_path: Path) -> None:
 def test_narrow_bars_have_no_number(tmp_path: Path) -> None:
     spans = tuple(Span(0, "compute", i, i + 1, 0, i) for i in range(400))
     path = tmp_path / "picture.svg"
-    draw_timeline(Timeline(spans, 1), path, partition=PARTITION)
+    draw_timeline(Timeline(spans, 1), path)
     assert "micro-batch" not in words(path)
     assert "399" not in words(path)
 
@@ -111,7 +103,7 @@ def test_narrow_bars_have_no_number(tmp_path: Path) -> None:
 def test_several_timelines_share_the_axis(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
     longer = Timeline((Span(0, "compute", 100, 400, 0, 0, "F a"),), 1)
-    draw_timelines([("one", timeline(), PARTITION), ("other", longer, None)], path)
+    draw_timelines([("one", timeline()), ("other", longer)], path)
     text = words(path)
     titles = [word for word in text if ": " in word]
     assert [title.split(" ms")[0] for title in titles] == ["one: 40", "other: 300"]
@@ -124,7 +116,7 @@ def test_waits_and_transfers_and_times_from_the_begin(tmp_path: Path) -> None:
     spans = timeline().spans + MOVES
     later = tuple(replace(span, start_ms=span.start_ms + 512, end_ms=span.end_ms + 512) for span in spans)
     for path, shown in zip(paths, (spans, later), strict=True):
-        draw_timeline(Timeline(shown, 2), path, partition=PARTITION)
+        draw_timeline(Timeline(shown, 2), path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert {UPLOAD, DOWNLOAD} <= fills(paths[0])
     assert {"upload (h2d)", "download (d2h)", "waiting"} <= set(words(paths[0]))
