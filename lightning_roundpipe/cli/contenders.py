@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from lightning_roundpipe.planning import (
     CostProfile,
     Machine,
-    Partition,
     Schedule,
     Simulation,
     balanced_cuts,
@@ -26,7 +25,8 @@ from lightning_roundpipe.planning.simulate import Optimizer
 
 from .memory import bound_memory
 
-_MAX_CHUNKS = 12
+# Model stages per device of schedules that bind them.
+_ONE, _SEVERAL = range(1, 2), range(2, 13)
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,17 @@ class Contender:
         bubble_ratio: Share of the devices' time spent idle; of an asynchronous optimizer, without the fill of the first
             step and the drain of the last.
         memory_bytes: Peak per device.
-        partition: Its stages; None if they are bound to devices, without offloading.
-        calls_per_stage: Then the calls of each model stage.
+        num_stages, stages: Their number, and the stages in short.
+        binds_stages: Whether they are bound to devices, without offloading; then they are model stages.
     """
 
     name: str
     simulation: Simulation
     bubble_ratio: float
     memory_bytes: tuple[int, ...]
-    partition: Partition | None
-    calls_per_stage: tuple[int, ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages; of a schedule that binds them, model stages."""
-        return len(self.calls_per_stage) if self.partition is None else self.partition.num_stages
-
-    @property
-    def stages(self) -> str:
-        """The stages, in short."""
-        if self.partition is None:
-            return f"calls per stage: {' '.join(map(str, self.calls_per_stage))}"
-        return self.partition.format()
+    num_stages: int
+    stages: str
+    binds_stages: bool
 
 
 @dataclass(frozen=True)
@@ -84,77 +73,56 @@ class Skipped:
     reason: str
 
 
-def compare(case: Case, names: Iterable[str]) -> list[Contender | Skipped]:
-    """Simulate the named ones of `SCHEDULES` on the same calls and machine."""
-    return [run(case, title) for title, run in map(SCHEDULES.__getitem__, names)]
-
-
-def _balanced_stages(profile: CostProfile, num_stages: int) -> tuple[int, ...]:
-    """Return the number of calls in each of `num_stages` model stages of about equal time, forward and backward."""
-    *body, head = profile.calls
-    # All but the head recompute their forward.
-    times = [*(2 * call.forward_ms + call.backward_ms for call in body), head.forward_ms + head.backward_ms]
-    return balanced_cuts(times, num_stages)
+def _bound(
+    case: Case, name: str, *, build: Callable[[int, int, int], Schedule], per_device: range
+) -> Contender | Skipped:
+    """Stages that are bound to devices: the number of model stages per device with which one step is fastest."""
+    num_devices, num_microbatches = case.machine.num_devices, case.num_microbatches
+    num_calls = len(case.profile.calls)
+    if num_calls < per_device.start * num_devices:
+        least = "a call" if per_device.start == 1 else f"{per_device.start} calls"
+        return Skipped(name, f"needs {least} for each of {num_devices} devices, the profile has {num_calls}")
+    if build is interleaved_one_f_one_b and num_microbatches % num_devices:
+        return Skipped(name, f"needs a multiple of {num_devices} micro-batches, got {num_microbatches}")
+    numbers = [count * num_devices for count in per_device if count * num_devices <= num_calls]
+    tried = [
+        _simulate_bound(case, name, num_stages, build(num_stages, num_microbatches, num_devices))
+        for num_stages in numbers
+    ]
+    return min(tried, key=lambda contender: contender.simulation.step_ms)
 
 
 def _simulate_bound(case: Case, name: str, num_stages: int, schedule: Schedule) -> Contender:
-    """One step of stages that are bound to devices."""
-    calls_per_stage = _balanced_stages(case.profile, num_stages)
-    costs = bound_stage_costs(calls_per_stage, case.profile)
-    simulation = simulate(schedule, costs, case.machine)
+    """One step of model stages of about equal time, forward and backward."""
+    *body, head = case.profile.calls
+    # All but the head recompute their forward.
+    times = [*(2 * call.forward_ms + call.backward_ms for call in body), head.forward_ms + head.backward_ms]
+    calls_per_stage = balanced_cuts(times, num_stages)
+    simulation = simulate(schedule, bound_stage_costs(calls_per_stage, case.profile), case.machine)
     memory = bound_memory(calls_per_stage, case.profile, schedule, case.dtype)
-    return Contender(name, simulation, simulation.timeline.bubble_ratio, memory, None, calls_per_stage)
-
-
-def _pipeline(case: Case, name: str, *, build: Callable[[int, int], Schedule]) -> Contender | Skipped:
-    """One model stage per device."""
-    num_devices, num_calls = case.machine.num_devices, len(case.profile.calls)
-    if num_calls < num_devices:
-        return Skipped(name, f"needs a call for each of {num_devices} devices, the profile has {num_calls}")
-    return _simulate_bound(case, name, num_devices, build(num_devices, case.num_microbatches))
-
-
-def _looped(case: Case, name: str, *, build: Callable[[int, int, int], Schedule]) -> Contender | Skipped:
-    """The fastest number of model stages per device, from 2."""
-    num_devices, num_microbatches = case.machine.num_devices, case.num_microbatches
-    num_calls = len(case.profile.calls)
-    if num_calls < 2 * num_devices:
-        return Skipped(name, f"needs 2 calls for each of {num_devices} devices, the profile has {num_calls}")
-    if build is interleaved_one_f_one_b and num_microbatches % num_devices:
-        return Skipped(name, f"needs a multiple of {num_devices} micro-batches, got {num_microbatches}")
-    tried = []
-    for num_chunks in range(2, min(num_calls // num_devices, _MAX_CHUNKS) + 1):
-        num_stages = num_chunks * num_devices
-        schedule = build(num_stages, num_microbatches, num_devices)
-        tried.append(_simulate_bound(case, name, num_stages, schedule))
-    return min(tried, key=lambda contender: contender.simulation.step_ms)
+    stages = f"calls per stage: {' '.join(map(str, calls_per_stage))}"
+    return Contender(name, simulation, simulation.timeline.bubble_ratio, memory, num_stages, stages, True)
 
 
 def _roundpipe(case: Case, name: str, *, optimizer: Optimizer) -> Contender:
     """The plan of a training, for one step or for several that overlap."""
     profile, machine, count = case.profile, case.machine, case.num_microbatches
     is_asynchronous = optimizer == "asynchronous"
-    counts = {"num_microbatches": count, "round_size": case.round_size}
-    plan = plan_training(profile, machine, **counts, may_split=case.may_split)
-    num_steps = case.num_steps if is_asynchronous else 1
-    schedule = plan.schedule(profile, machine, count, num_steps=num_steps)
-    simulation = simulate(
-        schedule,
-        stage_costs(plan.partition, profile),
-        machine,
-        microbatches_per_step=count,
-        optimizer=optimizer,
-    )
-    timeline = simulation.timeline
+    plan = plan_training(profile, machine, num_microbatches=count, round_size=case.round_size, may_split=case.may_split)
+    schedule = plan.schedule(profile, machine, count, num_steps=case.num_steps if is_asynchronous else 1)
+    costs = stage_costs(plan.partition, profile)
+    simulation = simulate(schedule, costs, machine, microbatches_per_step=count, optimizer=optimizer)
+    timeline, stages = simulation.timeline, plan.partition
     bubble_ratio = timeline.bubble_parts["inside"] if is_asynchronous else timeline.bubble_ratio
-    return Contender(name, simulation, bubble_ratio, simulation.memory_bytes, plan.partition)
+    memory = simulation.memory_bytes
+    return Contender(name, simulation, bubble_ratio, memory, stages.num_stages, stages.format(), False)
 
 
 SCHEDULES: dict[str, tuple[str, Callable[[Case, str], Contender | Skipped]]] = {
-    "gpipe": ("GPipe", partial(_pipeline, build=gpipe)),
-    "1f1b": ("1F1B", partial(_pipeline, build=one_f_one_b)),
-    "interleaved": ("interleaved 1F1B", partial(_looped, build=interleaved_one_f_one_b)),
-    "looped-bfs": ("looped BFS", partial(_looped, build=looped_bfs)),
+    "gpipe": ("GPipe", partial(_bound, build=lambda stages, count, devices: gpipe(stages, count), per_device=_ONE)),
+    "1f1b": ("1F1B", partial(_bound, build=lambda stages, count, devices: one_f_one_b(stages, count), per_device=_ONE)),
+    "interleaved": ("interleaved 1F1B", partial(_bound, build=interleaved_one_f_one_b, per_device=_SEVERAL)),
+    "looped-bfs": ("looped BFS", partial(_bound, build=looped_bfs, per_device=_SEVERAL)),
     "roundpipe-sync": ("RoundPipe synchronous", partial(_roundpipe, optimizer="synchronous")),
     "roundpipe-async": ("RoundPipe asynchronous", partial(_roundpipe, optimizer="asynchronous")),
 }
