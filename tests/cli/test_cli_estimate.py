@@ -14,11 +14,10 @@ from lightning_roundpipe.cli import main
 from lightning_roundpipe.cli.estimate.feasibility import (
     Cluster,
     choose_microbatch_size,
-    device_bytes,
+    device_needs,
     fits_device,
     fits_host,
     host_bytes,
-    largest_call,
     largest_seq_len,
     speed,
 )
@@ -114,9 +113,8 @@ def test_chosen_microbatches_are_as_large_as_useful() -> None:
     assert choose_microbatch_size(workload(), replace(roomy, batch_size=5)) == 1
     tight = cluster()
     size = choose_microbatch_size(workload(seq_len=1024), replace(tight, batch_size=4096))
-    larger = largest_call(workload(seq_len=1024), size + 1)
+    larger, needed = device_needs(workload(seq_len=1024), replace(tight, batch_size=4096), size + 1)
     assert 1 < size < 256
-    needed = device_bytes(workload(seq_len=1024), replace(tight, batch_size=4096), size + 1)
     assert needed + larger.weight_bytes + larger.gradient_bytes > tight.device_bytes
 
 

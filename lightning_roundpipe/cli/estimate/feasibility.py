@@ -51,18 +51,13 @@ class Cluster:
         return min(self.num_microbatches(microbatch_size), 2 * self.round_size)
 
 
-def largest_call(workload: Workload, microbatch_size: int) -> CallCost:
-    """The call that needs the most device memory."""
-    calls = cost_profile(workload, microbatch_size, SLOW).calls
-    return max(calls, key=lambda call: needed_bytes(call, is_training=True))
-
-
-def device_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> int:
-    """Bytes that a device has to hold during the backward of its largest call: weights, gradients, the activations of
-    one micro-batch, and those of others that wait there for their next stage."""
+def device_needs(workload: Workload, cluster: Cluster, microbatch_size: int) -> tuple[CallCost, int]:
+    """The call that needs the most device memory, and the bytes that a device has to hold during its backward: weights,
+    gradients, the activations of one micro-batch, and those of others that wait there for their next stage."""
     profile = cost_profile(workload, microbatch_size, SLOW)
+    call = max(profile.calls, key=lambda call: needed_bytes(call, is_training=True))
     waiting = waiting_bytes(profile, cluster.num_microbatches(microbatch_size), cluster.round_size)
-    return needed_bytes(largest_call(workload, microbatch_size), is_training=True) + waiting
+    return call, needed_bytes(call, is_training=True) + waiting
 
 
 def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> dict[str, int]:
@@ -73,14 +68,14 @@ def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> di
 
 def fits_device(workload: Workload, cluster: Cluster, microbatch_size: int) -> bool:
     """Whether every call fits on a device, on its own."""
-    return device_bytes(workload, cluster, microbatch_size) <= cluster.device_bytes
+    _, needed = device_needs(workload, cluster, microbatch_size)
+    return needed <= cluster.device_bytes
 
 
 def fits_host(workload: Workload, cluster: Cluster, microbatch_size: int) -> bool:
     """Whether the host holds everything; True where its size is not known."""
-    return cluster.host_bytes is None or sum(host_bytes(workload, cluster, microbatch_size).values()) <= (
-        cluster.host_bytes
-    )
+    needed = sum(host_bytes(workload, cluster, microbatch_size).values())
+    return cluster.host_bytes is None or needed <= cluster.host_bytes
 
 
 def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
@@ -93,9 +88,9 @@ def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
     useful = max(1, cluster.batch_size // (2 * cluster.num_devices))
 
     def fits(size: int) -> bool:
-        call = largest_call(workload, size)
-        both = device_bytes(workload, cluster, size) + call.weight_bytes + call.gradient_bytes
-        return both <= cluster.device_bytes and fits_host(workload, cluster, size)
+        call, needed = device_needs(workload, cluster, size)
+        has_room = needed + call.weight_bytes + call.gradient_bytes <= cluster.device_bytes
+        return has_room and fits_host(workload, cluster, size)
 
     size = max(1, largest_that(fits, useful))
     per_device = -(-cluster.num_microbatches(size) // cluster.num_devices)
@@ -138,18 +133,24 @@ def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace
         tokens_per_s, step_ms, bubble_ratio, bound_by, device_memory_bytes (peak), num_microbatches, partition.
     """
     profile = cost_profile(workload, microbatch_size, pace)
-    machine = _machine(workload, cluster, pace)
+    link = workload.gpu.pcie_bytes_per_ms * pace.pcie
+    machine = Machine(
+        cluster.num_devices,
+        device_memory_bytes=cluster.device_bytes,
+        h2d_bytes_per_ms=link,
+        d2h_bytes_per_ms=link,
+        transfer_latency_ms=_LATENCY_MS,
+        host_bytes_per_ms=pace.copies_bytes_per_ms,
+    )
     count = cluster.num_microbatches(microbatch_size)
     size = min(cluster.round_size, count)
     plan = plan_training(profile, machine, num_microbatches=count, round_size=size, may_split=cluster.may_split)
-    partition = plan.partition
-    costs = stage_costs(partition, profile)
+    costs = stage_costs(plan.partition, profile)
     # Every weight is updated once, also where a tied table counts in two stages.
     optimizer_ms = workload.num_trained * pace.optimizer_bytes / pace.host_bytes_per_ms
     num_gradient_bytes = sum(cost.gradient_bytes for cost in costs)
     machine = replace(machine, optimizer_bytes_per_ms=num_gradient_bytes / optimizer_ms)
-    is_asynchronous = cluster.optimizer == "asynchronous"
-    num_steps = _ASYNCHRONOUS_STEPS if is_asynchronous else 1
+    num_steps = _ASYNCHRONOUS_STEPS if cluster.optimizer == "asynchronous" else 1
     schedule = plan.schedule(profile, machine, count, num_steps=num_steps)
     simulation = simulate(schedule, costs, machine, microbatches_per_step=count, optimizer=cluster.optimizer)
     return {
@@ -160,17 +161,5 @@ def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace
         "lower_bounds_ms": simulation.lower_bounds_ms,
         "device_memory_bytes": max(simulation.memory_bytes),
         "num_microbatches": count,
-        "partition": partition.format(),
+        "partition": plan.partition.format(),
     }
-
-
-def _machine(workload: Workload, cluster: Cluster, pace: Pace) -> Machine:
-    link = workload.gpu.pcie_bytes_per_ms * pace.pcie
-    return Machine(
-        cluster.num_devices,
-        device_memory_bytes=cluster.device_bytes,
-        h2d_bytes_per_ms=link,
-        d2h_bytes_per_ms=link,
-        transfer_latency_ms=_LATENCY_MS,
-        host_bytes_per_ms=pace.copies_bytes_per_ms,
-    )

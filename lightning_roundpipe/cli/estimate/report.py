@@ -13,11 +13,10 @@ from .assumptions import assumed_table
 from .feasibility import (
     Cluster,
     choose_microbatch_size,
-    device_bytes,
+    device_needs,
     fits_device,
     fits_host,
     host_bytes,
-    largest_call,
     largest_seq_len,
     largest_that,
     speed,
@@ -36,7 +35,7 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
         microbatch_size: Sequences per micro-batch; None to choose.
     """
     size = microbatch_size or choose_microbatch_size(workload, cluster)
-    call, total = largest_call(workload, size), device_bytes(workload, cluster, size)
+    call, total = device_needs(workload, cluster, size)
     host = host_bytes(workload, cluster, size)
     problems = []
     if total > cluster.device_bytes:
@@ -50,7 +49,7 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
         problems.append(_problem("host memory", needed, cluster.host_bytes, helps))
     # The size of the host has no part in the speed: asked for one size after the other, it is the same answer.
     roomy = replace(cluster, host_bytes=None)
-    rates = [] if problems else [speed(workload, roomy, size, pace) for pace in cluster.paces]
+    speeds = {} if problems else {pace.name: speed(workload, roomy, size, pace) for pace in cluster.paces}
     longest, bound = largest_seq_len(workload, cluster)
     return {
         "lora_rank": workload.lora_rank,
@@ -58,7 +57,7 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
         "fits": not problems,
         "problems": problems,
         "microbatch_size": size,
-        "speed": dict(zip(("slow", "fast"), rates, strict=True)) if rates else None,
+        "speed": speeds or None,
         "largest_seq_len": longest,
         "largest_seq_len_bound_by": bound,
         "device_memory": {
@@ -68,7 +67,7 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
             "gradients": call.gradient_bytes,
             "activations": total - call.weight_bytes - call.gradient_bytes,
             "total": total,
-            "peak_of_plan": max((rate["device_memory_bytes"] for rate in rates), default=None),
+            "peak_of_plan": max((rate["device_memory_bytes"] for rate in speeds.values()), default=None),
         },
         "host_memory": {"available": cluster.host_bytes, **host, "total": sum(host.values())},
     }

@@ -28,7 +28,7 @@ and so are those of its second machine, with eight A800. One device alone gets w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_roundpipe.planning import CallCost, CostProfile
 
@@ -143,14 +143,8 @@ def cost_profile(workload: Workload, microbatch_size: int, pace: Pace) -> CostPr
         pace: What real code reaches.
     """
     clock = _Clock(workload, pace, microbatch_size * workload.seq_len)
-    known: dict[LayerShape, CallCost] = {}
-    calls = [clock.embedding()]
-    for index, layer in enumerate(workload.shape.layers):
-        if layer not in known:
-            known[layer] = clock.layer(layer)
-        cost = known[layer]
-        calls.append(replace(cost, name=f"layers.{index}"))
-    return CostProfile((*calls, clock.norm(), clock.head()))
+    layers = [clock.layer(f"layers.{index}", layer) for index, layer in enumerate(workload.shape.layers)]
+    return CostProfile((clock.embedding(), *layers, clock.norm(), clock.head()))
 
 
 class _Clock:
@@ -180,7 +174,7 @@ class _Clock:
             workspace_bytes=trained,
         )
 
-    def layer(self, layer: LayerShape) -> CallCost:
+    def layer(self, name: str, layer: LayerShape) -> CallCost:
         """One decoder layer."""
         tokens = self.num_tokens
         products = self._products_ms(layer.num_dense, layer.num_dense, self.pace.matmul)
@@ -200,7 +194,7 @@ class _Clock:
         weight_bytes = (layer.num_weights + num_adapter) * self.size
         largest = 0 if self.is_lora else layer.largest_weight * self.size
         return self._call(
-            "layer",
+            name,
             products + adapters + attention + between,
             products * (1 if self.is_lora else 2) + 2 * (adapters + attention + between) + adding_up,
             weight_bytes=weight_bytes,
