@@ -97,7 +97,6 @@ class TraceWriter:
         """Begins anew: a fit starts."""
         self._num_seen = 0
         self._steps: list[_Recorded] = []
-        self._is_written = False
 
     @property
     def is_due(self) -> bool:
@@ -126,7 +125,7 @@ class TraceWriter:
         """Writes what there is, if that has not happened: fit has ended."""
         if self._steps:
             self._write()
-        elif self._num_seen and not self._is_written:
+        elif 0 < self._num_seen <= self._wanted.start:
             rank_zero_warn(
                 f"no training step was recorded: fit has run {self._num_seen}, and recording begins with step "
                 f"{self._wanted.start} (counted from 0). Train for longer, or let first_step be smaller."
@@ -134,7 +133,7 @@ class TraceWriter:
 
     def _write(self) -> None:
         """A file that cannot be written must not end the training, nor hide the error that has ended it."""
-        steps, self._steps, self._is_written = self._steps, [], True
+        steps, self._steps = self._steps, []
         try:
             if self._path is not None:
                 trace = _joined(steps).to_chrome_trace([step.mark for step in steps])

@@ -155,25 +155,21 @@ def _gpu_of(args: argparse.Namespace) -> Gpu:
         "--gpu-bandwidth": args.gpu_bandwidth,
         "--pcie": args.pcie,
     }
+    # It is the peak at --dtype; tables give that of the 16-bit types, twice that of fp32 (TF32).
+    tflops = None if args.tflops is None else args.tflops * BYTES_PER_WEIGHT[args.dtype] / 2
     if args.gpu == "custom":
         if missing := [option for option, value in given.items() if value is None]:
             raise ValueError(f"--gpu custom lacks {', '.join(missing)}: add what its data sheet says.")
-        tflops = _table_tflops(args)
         return Gpu("custom", args.gpu_memory, tflops, tflops, args.gpu_bandwidth, args.pcie)
     gpu = find_gpu(args.gpu)
-    if args.tflops is not None:
-        gpu = replace(gpu, tflops=_table_tflops(args), fp16_accumulate_tflops=_table_tflops(args))
     return replace(
         gpu,
         memory_bytes=args.gpu_memory or gpu.memory_bytes,
+        tflops=tflops or gpu.tflops,
+        fp16_accumulate_tflops=tflops or gpu.fp16_accumulate_tflops,
         bytes_per_ms=args.gpu_bandwidth or gpu.bytes_per_ms,
         pcie_bytes_per_ms=args.pcie or gpu.pcie_bytes_per_ms,
     )
-
-
-def _table_tflops(args: argparse.Namespace) -> float:
-    """``--tflops`` is the peak at ``--dtype``; tables give that of the 16-bit types, twice that of fp32 (TF32)."""
-    return float(args.tflops) * BYTES_PER_WEIGHT[args.dtype] / 2
 
 
 def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
@@ -182,7 +178,6 @@ def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
     device_bytes = int(gpu.memory_bytes * (1 - share)) - fixed
     if device_bytes <= 0:
         raise ValueError(f"--gpu-memory {args.gpu_memory} bytes is less than what CUDA itself takes: pass more.")
-    paces = [_known_better(pace, gpu, args) for pace in (SLOW, FAST)]
     return Cluster(
         args.devices,
         device_bytes,
@@ -191,7 +186,7 @@ def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
         args.round_size or 2 * args.devices,
         optimizer=args.optimizer,
         may_split=args.may_split,
-        paces=(paces[0], paces[1]),
+        paces=(_known_better(SLOW, gpu, args), _known_better(FAST, gpu, args)),
     )
 
 
