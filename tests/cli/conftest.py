@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.cli import main
-from lightning_roundpipe.cli.estimate.feasibility import speed
 from lightning_roundpipe.planning import CostProfile
 from tests.planning.paper import MODELS
 from tests.support.engine.partitions import search_briefly
@@ -24,11 +23,9 @@ RunFailing = Callable[..., str]
 @contextmanager
 def quick_search() -> Iterator[None]:
     """Plans are searched for in fewer attempts: test_cli_paper.py has what the best ones take."""
-    speed.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         search_briefly(patch.setattr)
         yield
-    speed.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -302,32 +302,6 @@ def test_assumed_rates_follow_the_machine_and_the_options(
     assert found["slow"]["expert_products_tflops"] is None
 
 
-def test_several_sizes_of_host_memory_are_rows_of_a_table(
-    small: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A row per size, which says what the size alone would say."""
-    options = ("--gpu", "rtx4090", "--devices", "4", "--seq-len", "2048", "--host-memory")
-    sizes = ("32GiB", "64GiB", "1TiB")
-    alone = [estimate(run_json, small, *options, size) for size in sizes]
-    document = estimate(run_json, small, *options, ", ".join(sizes))
-    assert "methods" not in document
-    wanted = [{key: result[key] for key in ("host_memory_bytes", "methods")} for result in alone]
-    assert document["host_memory_sizes"] == wanted
-    assert [result["methods"]["full"]["fits"] for result in alone] == [False, True, True]
-    assert main(["estimate", "--model", small, *options, ",".join(sizes)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith("host memory  "))
-    rows = [re.split(r"\s{2,}", line) for line in lines[start + 2 : start + 2 + len(sizes)]]
-    assert [row[0] for row in rows] == ["32.0 GiB", "64.0 GiB", "1.00 TiB"]
-    assert re.fullmatch(r"host memory: [\d.]+ GiB short", rows[0][1])
-    for row, result in zip(rows[1:], alone[1:], strict=True):
-        full = result["methods"]["full"]
-        slow, fast = (float(number.replace(",", "")) for number in row[1].split(" to "))
-        assert (slow, fast) == pytest.approx(tokens_per_s(full), rel=0.01)
-        assert row[2] == f"{full['largest_seq_len']:,}"
-    assert lines[start + 2 + len(sizes)] == ""
-
-
 WRONG: list[tuple[tuple[str, ...], str]] = [
     (("--gpu", "custom"), "--gpu custom lacks --gpu-memory, --tflops, --gpu-bandwidth, --pcie: add"),
     (("--gpu", "gtx980"), "--gpu gtx980 is not in the table, which has rtx3090"),
@@ -337,8 +311,6 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("--gpu", "rtx4090", "--microbatch-size", "many"), "'many' is not a whole number of at least 1. Or write auto."),
     (("--gpu", "rtx4090", "--tflops", "0"), "'0' is not a number of TFLOP/s"),
     (("--gpu", "rtx4090", "--host-memory", "800"), "'800' lacks a unit"),
-    (("--gpu", "rtx4090", "--host-memory", "128GiB,256"), "'256' lacks a unit"),
-    (("--gpu", "rtx4090", "--host-memory", "128GiB,"), "'' is not a size"),
 ]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from typing import Any
 
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 
@@ -30,7 +29,7 @@ are printed with them.
 _EXAMPLES = """
 examples:
   roundpipe estimate --model qwen3-8b --gpu rtx4090 --devices 8 --seq-len 4096 --host-memory 512GB
-  roundpipe estimate --model qwen3-32b --gpu rtx5090 --devices 2 --seq-len 2048 --host-memory 128GiB,256GiB,512GiB
+  roundpipe estimate --model qwen3-32b --gpu rtx5090 --devices 2 --seq-len 2048 --host-memory 256GiB
   roundpipe estimate --model config.json --gpu a100-80 --devices 4 --seq-len 8192 --batch-size 128 --chunked-loss
   roundpipe estimate --model config.json --gpu custom --gpu-memory 24GiB --tflops 100 --gpu-bandwidth 900GB/s \\
       --pcie 12GB/s --seq-len 2048
@@ -77,8 +76,7 @@ def add_parser(subparsers: Subparsers) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
     add_option(machine, "--devices", parse_count, "N", "number of GPUs (default: 1)", default=1)
-    sizes = "such as 800GB, or several with commas for a table (default: no limit, only said)"
-    add_option(machine, "--host-memory", _parse_sizes, "SIZE[,SIZE...]", sizes)
+    add_option(machine, "--host-memory", parse_bytes, "SIZE", "such as 800GB (default: no limit, only said)")
     copies = "what copies from and to all GPUs reach together, and the optimizer on the host, where it was measured"
     add_option(machine, "--host-bandwidth", parse_bandwidth, "RATE", copies)
     add_option(machine, "--gpu-memory", parse_bytes, "SIZE", "in place of the table's")
@@ -109,7 +107,6 @@ def run(args: argparse.Namespace) -> int:
     lora = replace(workload, lora_rank=args.lora_rank)
     shape = workload.shape
     cluster = _cluster_of(args, gpu)
-    results = [_on_host(size, cluster, {"full": workload, "lora": lora}, args) for size in args.host_memory or [None]]
     document = {
         "command": "estimate",
         "model": {
@@ -129,22 +126,15 @@ def run(args: argparse.Namespace) -> int:
         "optimizer": args.optimizer,
         "device_reserve_bytes": gpu.memory_bytes - cluster.device_bytes,
         "host_reserve_bytes": _HOST_RESERVE,
-        **(results[0] if len(results) == 1 else {"host_memory_sizes": results}),
+        "host_memory_bytes": args.host_memory,
+        "methods": {
+            name: assess(method, cluster, args.microbatch_size) for name, method in (("full", workload), ("lora", lora))
+        },
         "assumed": assumed(lora, cluster),
         "assumptions": assumptions(lora, cluster),
     }
     show(document, *report(document), as_json=args.json)
     return 0
-
-
-def _on_host(
-    host_memory: int | None, cluster: Cluster, workloads: dict[str, Workload], args: argparse.Namespace
-) -> dict[str, Any]:
-    """The figures of each way to train, on a host of this size."""
-    host_bytes = None if host_memory is None else max(0, host_memory - _HOST_RESERVE)
-    known = replace(cluster, host_bytes=host_bytes)
-    methods = {name: assess(workload, known, args.microbatch_size) for name, workload in workloads.items()}
-    return {"host_memory_bytes": host_memory, "methods": methods}
 
 
 def _gpu_of(args: argparse.Namespace) -> Gpu:
@@ -173,7 +163,7 @@ def _gpu_of(args: argparse.Namespace) -> Gpu:
 
 
 def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
-    """The machine, with a host of unknown size."""
+    """The machine."""
     fixed, share = _DEVICE_RESERVE
     device_bytes = int(gpu.memory_bytes * (1 - share)) - fixed
     if device_bytes <= 0:
@@ -181,7 +171,7 @@ def _cluster_of(args: argparse.Namespace, gpu: Gpu) -> Cluster:
     return Cluster(
         args.devices,
         device_bytes,
-        None,
+        None if args.host_memory is None else max(0, args.host_memory - _HOST_RESERVE),
         args.batch_size,
         args.round_size or 2 * args.devices,
         optimizer=args.optimizer,
@@ -197,10 +187,6 @@ def _known_better(pace: Pace, gpu: Gpu, args: argparse.Namespace) -> Pace:
     if args.host_bandwidth is not None:
         return replace(pace, copies_bytes_per_ms=args.host_bandwidth, host_bytes_per_ms=args.host_bandwidth)
     return replace(pace, copies_bytes_per_ms=max(pace.copies_bytes_per_ms, gpu.pcie_bytes_per_ms * pace.pcie))
-
-
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(parse_bytes(size.strip()) for size in text.split(",")))
 
 
 def _parse_microbatch_size(text: str) -> int | None:

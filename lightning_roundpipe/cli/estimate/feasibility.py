@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 from lightning_roundpipe.planning import CallCost, Machine, plan_training, simulate, stage_costs
@@ -123,11 +122,8 @@ def largest_that(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-@lru_cache(maxsize=64)
 def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace) -> dict[str, Any]:
     """Plan and simulate a step at one end of the range.
-
-    Asked again, it returns the same dictionary, which is to be read only.
 
     Returns:
         tokens_per_s, step_ms, bubble_ratio, bound_by, device_memory_bytes (peak), num_microbatches, partition.

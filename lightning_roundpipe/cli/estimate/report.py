@@ -47,9 +47,7 @@ def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) ->
         more = f"{format_bytes(needed - cluster.host_bytes)} more host memory"
         helps = _helps(workload, cluster, size, fits_host, more)
         problems.append(_problem("host memory", needed, cluster.host_bytes, helps))
-    # The size of the host has no part in the speed: asked for one size after the other, it is the same answer.
-    roomy = replace(cluster, host_bytes=None)
-    speeds = {} if problems else {pace.name: speed(workload, roomy, size, pace) for pace in cluster.paces}
+    speeds = {} if problems else {pace.name: speed(workload, cluster, size, pace) for pace in cluster.paces}
     longest, bound = largest_seq_len(workload, cluster)
     return {
         "lora_rank": workload.lora_rank,
@@ -107,40 +105,13 @@ def report(document: dict[str, Any]) -> list[str | Table]:
         f"{document['devices']} x {document['gpu']['name']} ({format_bytes(document['gpu']['memory_bytes'])} each), "
         f"{document['dtype']}, {document['batch_size']} sequences of {document['seq_len']:,} tokens per step"
     )
-    is_table = "host_memory_sizes" in document
-    parts: list[str | Table] = [heading, *([_sizes_table(document)] if is_table else _details(document))]
-    parts.append(assumed_table(document["assumed"], document["gpu"]))
-    if not is_table:
-        parts.append("Assumptions\n" + "\n".join(f"- {line}" for line in document["assumptions"]))
-    return parts
-
-
-def _details(document: dict[str, Any]) -> list[str | Table]:
-    """Both methods on a host of one size."""
     methods = document["methods"]
-    verdicts = "\n".join(
-        _verdict(_TITLES[name], method, document["host_reserve_bytes"]) for name, method in methods.items()
-    )
-    parts: list[str | Table] = [verdicts]
+    verdicts = [_verdict(_TITLES[name], method, document["host_reserve_bytes"]) for name, method in methods.items()]
+    parts: list[str | Table] = [heading, "\n".join(verdicts)]
     if any(method["speed"] for method in methods.values()):
         parts.append(_speed_table(methods))
-    return [*parts, _device_table(document), _host_table(document)]
-
-
-def _sizes_table(document: dict[str, Any]) -> Table:
-    """One row for each size of the host's memory."""
-    rows = []
-    for result in document["host_memory_sizes"]:
-        row = [format_bytes(result["host_memory_bytes"])]
-        for method in result["methods"].values():
-            short = [f"{problem['what']}: {format_bytes(problem['short_by'])} short" for problem in method["problems"]]
-            row += [", ".join(short) or _range(method), f"{method['largest_seq_len']:,}"]
-        rows.append(row)
-    columns = ["host memory"]
-    for title in _TITLES.values():
-        columns += [f"{title}, tokens/s", "longest sequence"]
-    title = "What fits, and how fast (one size alone: more about it, what helps, and what is assumed)"
-    return Table(title, columns, rows)
+    parts += [_device_table(document), _host_table(document), assumed_table(document["assumed"], document["gpu"])]
+    return [*parts, "Assumptions\n" + "\n".join(f"- {line}" for line in document["assumptions"])]
 
 
 def _range(method: dict[str, Any]) -> str:
