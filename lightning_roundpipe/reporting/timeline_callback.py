@@ -57,7 +57,6 @@ class RoundPipeTimeline(Callback):
         if tokens_of is not None and not (summary and callable(tokens_of)):
             raise ValueError(f"tokens_of={tokens_of!r}: pass a function, together with summary=True")
         self._writer = TraceWriter(path, picture, first_step=first_step, num_steps=num_steps)
-        self._records = path is not None or picture is not None
         self._logs = log_metrics
         self._summary = Summary() if summary else None
         self._tokens_of = tokens_of
@@ -76,7 +75,7 @@ class RoundPipeTimeline(Callback):
             raise MisconfigurationException(
                 "RoundPipeTimeline(log_metrics=True) needs a logger, but the Trainer has none: give it one"
             )
-        writer = self._writer if self._records else None
+        writer = self._writer if self._writer.files else None
         strategy.trace_with(writer, times_steps=self._logs or self._summary is not None)
         if self._summary is not None:
             self._summary = Summary()

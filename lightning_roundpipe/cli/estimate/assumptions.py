@@ -8,40 +8,39 @@ from lightning_roundpipe.planning.quantities import format_bandwidth, format_byt
 
 from ..output import Table
 from .feasibility import Cluster
-from .workload import LOSS_CHUNK, Pace, Workload, logit_bytes
+from .workload import LOSS_CHUNK, Workload, logit_bytes
 
 
-def assumed(workload: Workload, cluster: Cluster) -> dict[str, dict[str, float | None]]:
+def assumed(workload: Workload, cluster: Cluster) -> dict[str, dict[str, Any]]:
     """Return what GPUs, links and host are taken to reach, at the slow and at the fast end: TFLOP/s, bytes per ms."""
-    return {pace.name: _reached(workload, pace) for pace in cluster.paces}
-
-
-def _reached(workload: Workload, pace: Pace) -> dict[str, float | None]:
     gpu = workload.gpu
     has_experts = any(layer.num_experts for layer in workload.shape.layers)
     return {
-        "products_tflops": workload.peak_tflops * pace.matmul,
-        "expert_products_tflops": workload.peak_tflops * pace.experts if has_experts else None,
-        "attention_tflops": workload.attention_peak_tflops * pace.attention,
-        "peak_tflops": workload.peak_tflops,
-        "attention_peak_tflops": workload.attention_peak_tflops,
-        "device_bytes_per_ms": gpu.bytes_per_ms * pace.memory,
-        "link_bytes_per_ms": gpu.pcie_bytes_per_ms * pace.pcie,
-        "copies_bytes_per_ms": pace.copies_bytes_per_ms,
-        "optimizer_bytes_per_ms": pace.host_bytes_per_ms,
+        pace.name: {
+            "products_tflops": workload.peak_tflops * pace.matmul,
+            "expert_products_tflops": workload.peak_tflops * pace.experts if has_experts else None,
+            "attention_tflops": workload.attention_peak_tflops * pace.attention,
+            "peak_tflops": workload.peak_tflops,
+            "attention_peak_tflops": workload.attention_peak_tflops,
+            "device_bytes_per_ms": gpu.bytes_per_ms * pace.memory,
+            "link_bytes_per_ms": gpu.pcie_bytes_per_ms * pace.pcie,
+            "copies_bytes_per_ms": pace.copies_bytes_per_ms,
+            "optimizer_bytes_per_ms": pace.host_bytes_per_ms,
+        }
+        for pace in cluster.paces
     }
 
 
-def assumed_table(ends: dict[str, dict[str, float | None]], gpu: dict[str, Any]) -> Table:
+def assumed_table(ends: dict[str, dict[str, Any]], gpu: dict[str, Any]) -> Table:
     """Return `assumed` for people; `gpu` is the GPU as a dictionary."""
     slow, fast = ends["slow"], ends["fast"]
 
     def tflops(title: str, key: str, peak: str) -> tuple[str, ...]:
-        cells = [f"{end[key]:.0f} TFLOP/s ({(end[key] or 0) / (end[peak] or 1):.0%})" for end in (slow, fast)]
+        cells = [f"{end[key]:.0f} TFLOP/s ({end[key] / end[peak]:.0%})" for end in (slow, fast)]
         return (title, *cells, f"{slow[peak]:g} TFLOP/s")
 
     def rate(title: str, key: str, limit: float | None = None) -> tuple[str, ...]:
-        cells = [format_bandwidth(end[key] or 0.0) for end in (slow, fast)]
+        cells = [format_bandwidth(end[key]) for end in (slow, fast)]
         return (title, *cells, "" if limit is None else format_bandwidth(limit))
 
     rows = [tflops("GPU, matrix products", "products_tflops", "peak_tflops")]
@@ -58,38 +57,28 @@ def assumed_table(ends: dict[str, dict[str, float | None]], gpu: dict[str, Any])
 
 
 def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
-    """Return what the figures rest on beside `assumed`, one paragraph each."""
-    return [*_speed_assumptions(workload, cluster), *_memory_assumptions(workload, cluster)]
-
-
-def _speed_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
-    slow, fast = cluster.paces
-    windows = {layer.window for layer in workload.shape.layers if layer.window}
+    """Return what the figures rest on beside `assumed`, one paragraph each: speeds, then memory."""
+    (slow, fast), shape = cluster.paces, workload.shape
+    windows = {layer.window for layer in shape.layers if layer.window}
     attended = "half of the square of a sequence"
     attended += f" (in some layers a window of {min(windows):,} tokens)" if windows else ""
     accumulation = "fp16" if workload.fp16_accumulation else "fp32"
-    return [
-        "Where two figures stand side by side, the slow end of the range takes the first, the fast end the second.",
-        f"Matrix products accumulate in {accumulation}, attention in fp32; attention keeps no scores and works on "
-        f"{attended}. A backward takes twice the forward (frozen matrices: once), after a recomputed forward.",
-        "Between the products move the bytes of plain Hugging Face code, or a third of them (fused kernels). A call "
-        f"takes {_either(slow.launch_ms, fast.launch_ms)} ms or more.",
-        "Copies hide behind the computation where they can. Those of all GPUs together reach, unless --host-bandwidth "
-        "says it, what explains the RoundPipe paper's figures for its two machines (PCIe 4.0), or what one link "
-        "reaches, if that is more.",
-        f"AdamW on the host moves {_either(slow.optimizer_bytes, fast.optimizer_bytes)} bytes per trained weight (one "
-        f"operator after the other, or fused); it is {cluster.optimizer}.",
-    ]
-
-
-def _memory_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
-    shape = workload.shape
     per_token = format_bytes(shape.vocab * logit_bytes(workload.element_bytes))
     loss = f"The loss takes {per_token} per token for logits and their gradients; --chunked-loss says that it does not."
     if workload.chunked_loss:
         loss = f"Head and loss run in chunks of {LOSS_CHUNK:,} tokens."
     length = f" The model is configured for {shape.max_length:,}." if shape.max_length else ""
     return [
+        "Where two figures stand side by side, the slow end of the range takes the first, the fast end the second.",
+        f"Matrix products accumulate in {accumulation}, attention in fp32; attention keeps no scores and works on "
+        f"{attended}. A backward takes twice the forward (frozen matrices: once), after a recomputed forward.",
+        "Between the products move the bytes of plain Hugging Face code, or a third of them (fused kernels). A call "
+        f"takes {slow.launch_ms} or {fast.launch_ms} ms or more.",
+        "Copies hide behind the computation where they can. Those of all GPUs together reach, unless --host-bandwidth "
+        "says it, what explains the RoundPipe paper's figures for its two machines (PCIe 4.0), or what one link "
+        "reaches, if that is more.",
+        f"AdamW on the host moves {slow.optimizer_bytes} or {fast.optimizer_bytes} bytes per trained weight (one "
+        f"operator after the other, or fused); it is {cluster.optimizer}.",
         f"{format_bytes(workload.gpu.memory_bytes - cluster.device_bytes)} of a GPU go to CUDA and to the allocator. "
         "Inputs and outputs of a call are there twice, for the copies under way.",
         "The host keeps fp32 masters and gradients, AdamW's two moments and a working copy of what is trained, one "
@@ -98,7 +87,3 @@ def _memory_assumptions(workload: Workload, cluster: Cluster) -> list[str]:
         loss,
         f"The longest sequence is an upper limit, with one sequence per micro-batch.{length}",
     ]
-
-
-def _either(slow: object, fast: object) -> str:
-    return f"{slow}" if slow == fast else f"{slow} or {fast}"

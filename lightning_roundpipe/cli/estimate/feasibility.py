@@ -45,10 +45,6 @@ class Cluster:
         """Micro-batches of a step."""
         return -(-self.batch_size // microbatch_size)
 
-    def num_in_flight(self, microbatch_size: int) -> int:
-        """Micro-batches whose activations wait on the host at the same time: a round that drains and one that fills."""
-        return min(self.num_microbatches(microbatch_size), 2 * self.round_size)
-
 
 def device_needs(workload: Workload, cluster: Cluster, microbatch_size: int) -> tuple[CallCost, int]:
     """The call that needs the most device memory, and the bytes that a device has to hold during its backward: weights,
@@ -61,7 +57,8 @@ def device_needs(workload: Workload, cluster: Cluster, microbatch_size: int) -> 
 
 def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> dict[str, int]:
     """Bytes in host memory by purpose."""
-    in_flight = min(cluster.batch_size, cluster.num_in_flight(microbatch_size) * microbatch_size)
+    # Of a round that drains and one that fills.
+    in_flight = min(cluster.batch_size, 2 * cluster.round_size * microbatch_size)
     return {**workload.host_state(), "activations": in_flight * workload.host_bytes_per_sequence()}
 
 

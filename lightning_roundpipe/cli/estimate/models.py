@@ -42,7 +42,6 @@ class Family:
     activation: Activation = "gated"
     experts_key: str = ""
     expert_width_key: str = "moe_intermediate_size"
-    has_expert_bias: bool = False
     window: Literal["none", "all", "tail"] | int = "none"
 
 
@@ -109,15 +108,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder: an embedding, layers, a final norm and a head.
+    """A decoder: an embedding, layers, a final norm, and a head, which uses the embedding's table if `is_tied`.
 
     Attributes:
-        name: For messages.
-        model_type: The ``model_type`` of the configuration.
         hidden: Width of the residual stream.
         vocab: Number of rows of the embedding, and of logits.
-        is_tied: Whether the head uses the embedding's table.
-        layers: The layers.
         max_length: Longest sequence the configuration is made for; None if it does not say.
     """
 
@@ -181,7 +176,6 @@ _FAMILIES: dict[str, Family] = {
         activation="clamped",
         experts_key="num_local_experts",
         expert_width_key="intermediate_size",
-        has_expert_bias=True,
         window=2,
     ),
 }
@@ -190,12 +184,7 @@ _ONE_KEY_PER_QUERY = frozenset({"llama", "phi3"})
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the shape of the model that a ``config.json`` describes.
-
-    Args:
-        config: The parsed file.
-        name: The model's name, for messages.
-    """
+    """Return the shape of the model that a ``config.json`` describes; `name` is for messages."""
     reader = _Reader(config, name)
     family = reader.family
     hidden, vocab = reader.count("hidden_size"), reader.count("vocab_size")
@@ -257,7 +246,7 @@ class _Reader:
         small += 2 * head_dim if family.has_qk_norm else 0
         small += heads if family.has_sinks else 0
         small += self._num_biases(hidden, query_width, key_width, mlp_width)
-        if family.has_expert_bias:
+        if family.activation == "clamped":
             small += num_experts * (1 + 2 * expert_width + hidden)
         return LayerShape(
             family=family,
