@@ -159,13 +159,12 @@ def host_memory() -> dict[str, int | None]:
     that processes share, such as workers of a DataLoader with their parent; None if unknown."""
     from lightning_roundpipe.common.pages import available_bytes, container_bytes, system_bytes
 
-    found = {"total_bytes": system_bytes("MemTotal"), "available_bytes": available_bytes()}
-    shared = shutil.disk_usage(_SHARED).free if _SHARED.exists() else None
     return {
-        **found,
+        "total_bytes": system_bytes("MemTotal"),
+        "available_bytes": available_bytes(),
         "limit_bytes": container_bytes()[0],
         "swap_bytes": system_bytes("SwapTotal"),
-        "shared_bytes": shared,
+        "shared_bytes": shutil.disk_usage(_SHARED).free if _SHARED.exists() else None,
     }
 
 

@@ -122,8 +122,8 @@ class _Panel:
         self._axes, self._timeline, self._longest_ms = axes, timeline, longest_ms
         self._origin = timeline.start_ms
         self._points_per_ms = (_WIDTH - _LEFT - _RIGHT) * 72 / longest_ms
-        self._has_transfers = any(span.kind in _TRANSFERS for span in timeline.spans)
-        self._compute_height = 0.60 if self._has_transfers else 0.80
+        has_transfers = any(span.kind in _TRANSFERS for span in timeline.spans)
+        self._compute_height = 0.60 if has_transfers else 0.80
         self._blocks = _blocks(timeline)
         # The same for all numbers, so that a row does not show only those below 10.
         longest = max((span.microbatch_index for span in timeline.spans), default=0)

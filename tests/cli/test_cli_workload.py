@@ -230,8 +230,6 @@ def test_mean_attended_is_the_mean_over_a_sequence(length: int, window: int | No
 
 def test_gpus_are_found_in_any_spelling() -> None:
     assert find_gpu("RTX 4090") is find_gpu("rtx_4090") is GPUS["rtx4090"]
-    with pytest.raises(ValueError, match="--gpu gtx980 is not in the table, which has rtx3090, rtx4090"):
-        find_gpu("gtx980")
 
 
 def test_table_of_gpus_is_plausible() -> None:

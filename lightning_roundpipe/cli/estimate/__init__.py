@@ -43,12 +43,8 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command's arguments."""
     summary = "say whether a model fits on a machine, how fast, with how long sequences"
     parser = add_command(subparsers, "estimate", summary, _DESCRIPTION, _EXAMPLES)
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="config.json, a folder with one, or a name that comes with the package (qwen3-32b)",
-    )
+    models = "config.json, a folder with one, or a name that comes with the package (qwen3-32b)"
+    parser.add_argument("--model", required=True, metavar="MODEL", help=models)
     add_option(parser, "--seq-len", parse_count, "T", "tokens per sequence", required=True)
     add_option(parser, "--batch-size", parse_count, "B", "sequences per optimizer step (default: 64)", default=64)
     sequences = "sequences per micro-batch, or auto: as many as fit and leave two micro-batches per device (default)"
@@ -56,23 +52,15 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--round-size", parse_count, "R", "micro-batches per round (default: two per device)")
     add_no_split(parser)
     add_option(parser, "--lora-rank", parse_count, "r", "rank of the adapters (default: 32)", default=32)
-    parser.add_argument(
-        "--dtype", choices=tuple(BYTES_PER_WEIGHT), default="bf16", help="type to compute in (default: bf16)"
-    )
-    parser.add_argument(
-        "--fp16-accumulation",
-        action="store_true",
-        help="with --dtype fp16: torch.backends.cuda.matmul.allow_fp16_accumulation is on (GeForce: twice the peak)",
-    )
-    parser.add_argument(
-        "--chunked-loss", action="store_true", help="head and loss run in chunks (Liger), logits are never whole"
-    )
-    parser.add_argument(
-        "--optimizer",
-        choices=("synchronous", "asynchronous"),
-        default="synchronous",
-        help="asynchronous: updates overlap the next step, which uses weights one step old, as in the paper",
-    )
+    dtypes = tuple(BYTES_PER_WEIGHT)
+    parser.add_argument("--dtype", choices=dtypes, default="bf16", help="type to compute in (default: bf16)")
+    fp16 = "with --dtype fp16: torch.backends.cuda.matmul.allow_fp16_accumulation is on (GeForce: twice the peak)"
+    parser.add_argument("--fp16-accumulation", action="store_true", help=fp16)
+    chunks = "head and loss run in chunks (Liger), logits are never whole"
+    parser.add_argument("--chunked-loss", action="store_true", help=chunks)
+    updates = "asynchronous: updates overlap the next step, which uses weights one step old, as in the paper"
+    kinds = ("synchronous", "asynchronous")
+    parser.add_argument("--optimizer", choices=kinds, default="synchronous", help=updates)
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
     add_option(machine, "--devices", parse_count, "N", "number of GPUs (default: 1)", default=1)

@@ -22,13 +22,11 @@ class Cluster:
     """The machine, and how a batch is worked off on it.
 
     Attributes:
-        num_devices: Number of GPUs.
         device_bytes: Memory of a device that is there for weights and activations.
         host_bytes: The same of the host; None where the user did not say.
         batch_size: Sequences per step.
         round_size: Micro-batches that walk through the stages together.
         optimizer: Whether the next step waits for the optimizer.
-        may_split: Whether a stage may run on several devices at a time.
         paces: What real code reaches, at worst and at best.
     """
 
@@ -120,11 +118,7 @@ def largest_that(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def speed(workload: Workload, cluster: Cluster, microbatch_size: int, pace: Pace) -> dict[str, Any]:
-    """Plan and simulate a step at one end of the range.
-
-    Returns:
-        tokens_per_s, step_ms, bubble_ratio, bound_by, device_memory_bytes (peak), num_microbatches, partition.
-    """
+    """Plan and simulate a step at one end of the range."""
     profile = cost_profile(workload, microbatch_size, pace)
     link = workload.gpu.pcie_bytes_per_ms * pace.pcie
     machine = Machine(

@@ -27,13 +27,8 @@ _TITLES = {"full": "Full fine-tuning", "lora": "LoRA"}
 
 
 def assess(workload: Workload, cluster: Cluster, microbatch_size: int | None) -> dict[str, Any]:
-    """Return the figures of one way to train, with a key for each paragraph of the report.
-
-    Args:
-        workload: What is trained.
-        cluster: The machine.
-        microbatch_size: Sequences per micro-batch; None to choose.
-    """
+    """Return the figures of one way to train, with a key for each paragraph of the report; a `microbatch_size` of None
+    is to be chosen."""
     size = microbatch_size or choose_microbatch_size(workload, cluster)
     call, total = device_needs(workload, cluster, size)
     host = host_bytes(workload, cluster, size)

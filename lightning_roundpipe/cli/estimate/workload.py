@@ -82,9 +82,6 @@ class Workload:
     """What is trained, how, and on which GPU.
 
     Attributes:
-        shape: The model.
-        gpu: The GPU.
-        seq_len: Tokens per sequence.
         dtype: Type that weights travel and compute in: a key of `BYTES_PER_WEIGHT`.
         lora_rank: Rank of the adapters beside every matrix of attention and dense MLP; None for full fine-tuning.
         fp16_accumulation: Whether fp16 products accumulate in fp16.
@@ -135,13 +132,7 @@ class Workload:
 
 
 def cost_profile(workload: Workload, microbatch_size: int, pace: Pace) -> CostProfile:
-    """Return the costs of all calls on one micro-batch: embedding, layers, final norm, head with the loss.
-
-    Args:
-        workload: What is trained.
-        microbatch_size: Sequences per micro-batch.
-        pace: What real code reaches.
-    """
+    """Return the costs of all calls on one micro-batch: embedding, layers, final norm, head with the loss."""
     clock = _Clock(workload, pace, microbatch_size * workload.seq_len)
     layers = [clock.layer(f"layers.{index}", layer) for index, layer in enumerate(workload.shape.layers)]
     return CostProfile((clock.embedding(), *layers, clock.norm(), clock.head()))
