@@ -16,7 +16,7 @@ import pytest
 
 from lightning_roundpipe.cli import doctor, machine_facts, main
 from lightning_roundpipe.cli.doctor import findings
-from lightning_roundpipe.cli.machine_facts import PROBES, collect
+from lightning_roundpipe.cli.machine_facts import collect
 from tests.support.forks import Forks
 
 GIB = 2**30
@@ -274,23 +274,18 @@ print(json.dumps(collect(probes)))
 
 
 def test_probes_know_this_machine_without_lightning(forks: Forks, tmp_path: Path) -> None:
+    """The machine of these tests is made like what the probes give, as far as there is one without a GPU."""
     script = tmp_path / "probes.py"
     script.write_text(PROGRAM, encoding="utf-8")
     facts, unknown = json.loads(forks.run(script, folder=tmp_path).splitlines()[-1])
     assert unknown == {}
     assert facts.keys() == HEALTHY.keys() - {"package_import"}
+    for name in ("torch_build", "page_locking", "host_memory", "cores", "compilers"):
+        assert facts[name].keys() == HEALTHY[name].keys()
     assert facts["versions"]["torch"].startswith(facts["torch_build"]["version"].partition("+")[0])
     assert facts["requirements"]["torch"] == "2.6"
     assert "hf" not in facts["requirements"]
     assert facts["cores"]["usable"] >= 1
-
-
-def test_facts_have_the_keys_that_checks_read() -> None:
-    """The machine of these tests is made like what the probes give, as far as there is one without a GPU."""
-    given = {probe.__name__ for probe in PROBES}
-    assert given == HEALTHY.keys()
-    for name in ("torch_build", "page_locking", "host_memory", "cores", "compilers"):
-        assert getattr(machine_facts, name)().keys() == HEALTHY[name].keys()
 
 
 def test_the_import_is_tried_and_one_that_fails_is_known_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,18 +186,14 @@ _ONE_KEY_PER_QUERY = frozenset({"llama", "phi3"})
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of the model that a ``config.json`` describes; `name` is for messages."""
     reader = _Reader(config, name)
-    family = reader.family
-    hidden, vocab = reader.count("hidden_size"), reader.count("vocab_size")
-    num_layers = reader.count("num_hidden_layers")
-    max_length = reader.count("max_position_embeddings", optional=True)
     return ModelShape(
         name=name,
         model_type=reader.model_type,
-        hidden=hidden,
-        vocab=vocab,
-        is_tied=bool(reader.get("tie_word_embeddings", family.is_tied)),
-        layers=tuple(reader.layer(index) for index in range(num_layers)),
-        max_length=max_length or None,
+        hidden=reader.count("hidden_size"),
+        vocab=reader.count("vocab_size"),
+        is_tied=bool(reader.get("tie_word_embeddings", reader.family.is_tied)),
+        layers=tuple(reader.layer(index) for index in range(reader.count("num_hidden_layers"))),
+        max_length=reader.count("max_position_embeddings", optional=True) or None,
     )
 
 
@@ -264,12 +260,8 @@ class _Reader:
     def _mlp(self, index: int) -> tuple[int, int, int, int]:
         """Experts, experts per token, width of an expert, width of the dense MLP or shared expert."""
         family = self.family
-        if not family.experts_key:
-            return 0, 0, 0, self.count("intermediate_size")
-        is_sparse = index not in self.get("mlp_only_layers", ()) and (
-            (index + 1) % (self.count("decoder_sparse_step", optional=True) or 1) == 0
-        )
-        if not is_sparse:
+        every = self.count("decoder_sparse_step", optional=True) or 1
+        if not family.experts_key or index in self.get("mlp_only_layers", ()) or (index + 1) % every:
             return 0, 0, 0, self.count("intermediate_size")
         # newer configurations of the Qwen models are written with the common name
         key = family.experts_key if self.get(family.experts_key) is not None else "num_local_experts"
