@@ -132,7 +132,7 @@ class _Panel:
     def draw(self, title: str, names: dict[str, Any], *, is_last: bool) -> None:
         """Draw everything; what the legend has to explain goes into `names`."""
         for device in range(self._timeline.num_devices):
-            self._bars([(0.0, self._timeline.makespan_ms)], device, 0.1, 0.8, facecolor=_IDLE, zorder=1)
+            self._bars([(self._origin, self._timeline.end_ms)], device, 0.1, 0.8, facecolor=_IDLE, zorder=1)
             names.setdefault(_IDLE_NAME, _patch(facecolor=_IDLE))
             self._draw_waits(device, names)
             self._draw_transfers(device, names)
@@ -140,28 +140,26 @@ class _Panel:
         self._finish(title, is_last=is_last)
 
     def _bars(self, times: Sequence[tuple[float, float]], device: int, low: float, height: float, **style: Any) -> None:
-        self._axes.broken_barh([(start, end - start) for start, end in times], (device + low, height), **style)
-
-    def _shifted(self, times: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        return [(start - self._origin, end - self._origin) for start, end in times]
+        bars = [(start - self._origin, end - start) for start, end in times]
+        self._axes.broken_barh(bars, (device + low, height), **style)
 
     def _draw_waits(self, device: int, names: dict[str, Any]) -> None:
         """Below the compute spans: what shows is waiting while nothing else ran."""
-        if times := self._shifted(self._timeline.intervals(device, "wait")):
+        if times := self._timeline.intervals(device, "wait"):
             style = {"facecolor": "white", "edgecolor": _HATCH, "hatch": "/////", "linewidth": 0}
             self._bars(times, device, 0.1, self._compute_height, zorder=2, **style)
             names.setdefault(_WAIT, _patch(**style))
 
     def _draw_transfers(self, device: int, names: dict[str, Any]) -> None:
         for low, (kind, (colour, name)) in zip((0.73, 0.83), _TRANSFERS.items(), strict=True):
-            if times := self._shifted(self._timeline.intervals(device, kind)):
+            if times := self._timeline.intervals(device, kind):
                 self._bars(times, device, low, 0.07, facecolor=colour, zorder=3)
                 names.setdefault(name, _patch(facecolor=colour))
 
     def _draw_compute(self, device: int, names: dict[str, Any]) -> None:
         times, colours, edges = [], [], []
         for block in self._blocks[device]:
-            parts = self._merged(self._shifted([(span.start_ms, span.end_ms) for span in block.spans]))
+            parts = self._merged([(span.start_ms, span.end_ms) for span in block.spans])
             start, end = max(parts, key=lambda part: part[1] - part[0])
             width = (end - start) * self._points_per_ms
             times += parts
@@ -177,7 +175,7 @@ class _Panel:
 
     def _draw_number(self, block: _Block, middle: float, device: int) -> None:
         ink = "white" if _luminance(block.colour) < 0.35 else _INK
-        place = (middle, device + 0.1 + self._compute_height / 2)
+        place = (middle - self._origin, device + 0.1 + self._compute_height / 2)
         text = str(block.spans[0].microbatch_index)
         self._axes.text(*place, text, ha="center", va="center_baseline", fontsize=7, color=ink, zorder=4)
 

@@ -133,8 +133,8 @@ def _gpu_of(args: argparse.Namespace) -> Gpu:
         "--gpu-bandwidth": args.gpu_bandwidth,
         "--pcie": args.pcie,
     }
-    # It is the peak at --dtype; tables give that of the 16-bit types, twice that of fp32 (TF32).
-    tflops = None if args.tflops is None else args.tflops * BYTES_PER_WEIGHT[args.dtype] / 2
+    # It is the peak at --dtype; tables give that of the 16-bit types, twice that of fp32 (TF32). 0 if it is not given.
+    tflops = (args.tflops or 0.0) * BYTES_PER_WEIGHT[args.dtype] / 2
     if args.gpu == "custom":
         if missing := [option for option, value in given.items() if value is None]:
             raise ValueError(f"--gpu custom lacks {', '.join(missing)}: add what its data sheet says.")
