@@ -106,27 +106,6 @@ def check_modes() -> None:
         )
 
 
-def check_has_data(root: nn.Module) -> None:
-    """Checks that every weight has memory, before the module is brought to the host.
-
-    Raises:
-        MisconfigurationException: naming a weight on the device ``meta``, or a lazy module that has none yet.
-    """
-    for name, module in root.named_modules():
-        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
-            raise MisconfigurationException(
-                f"the module {name!r} ({type(module).__name__}) is lazy: it makes its weights when it is called first, "
-                "and strategy='roundpipe' has to know them before that. Call it once in configure_model, with an "
-                "example of what it gets: 'with torch.no_grad(): self(example)'"
-            )
-    for name, weight in root.named_parameters():
-        if weight.is_meta:
-            raise MisconfigurationException(
-                f"the weight {name!r} has no data (it is on the device 'meta'): give it some before the run, for "
-                "instance with to_empty() and an initialisation, or make the module on the host, in configure_model"
-            )
-
-
 _REMEDY = "use plain dense weights (a model that is not quantized), or strategy='auto'"
 # What a parameter class overrides if moving it is more than copying its values.
 _MOVES = ("to", "cpu", "cuda", "__torch_function__")
@@ -136,7 +115,8 @@ _INTERNAL = frozenset(vars(nn.Module()))
 
 
 def check_model(root: nn.Module, units: UnitClasses | None = None, *, has_copies: bool) -> None:
-    """Refuses what cannot be trained correctly; see [Note: weights that cannot travel].
+    """Refuses weights without data, before they are brought to the host, and what cannot be trained correctly; see
+    [Note: weights that cannot travel].
 
     Args:
         units: classes of modules that the user has chosen.
@@ -146,10 +126,15 @@ def check_model(root: nn.Module, units: UnitClasses | None = None, *, has_copies
         MisconfigurationException: for the first parameter or module that is not supported, with its name.
         ValueError: for a class of ``units`` that does not occur in ``root``.
     """
-    check_chosen(root, units)
     for name, module in root.named_modules():
         _check_module(name, module, has_copies)
+    check_chosen(root, units)
     for name, parameter in root.named_parameters():
+        if parameter.is_meta:
+            raise MisconfigurationException(
+                f"the weight {name!r} has no data (it is on the device 'meta'): give it some before the run, for "
+                "instance with to_empty() and an initialisation, or make the module on the host, in configure_model"
+            )
         reason = _why_not(parameter, has_copies)
         if reason:
             raise MisconfigurationException(
@@ -159,6 +144,12 @@ def check_model(root: nn.Module, units: UnitClasses | None = None, *, has_copies
 
 def _check_module(name: str, module: nn.Module, has_copies: bool) -> None:
     kind = type(module).__name__
+    if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+        raise MisconfigurationException(
+            f"the module {name!r} ({kind}) is lazy: it makes its weights when it is called first, and "
+            "strategy='roundpipe' has to know them before that. Call it once in configure_model, with an example of "
+            "what it gets: 'with torch.no_grad(): self(example)'"
+        )
     if hasattr(module, "_hf_hook"):
         raise MisconfigurationException(
             f"module {name!r} ({kind}) has hooks of accelerate, which move its weights by themselves: "

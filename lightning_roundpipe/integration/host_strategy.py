@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..accelerator import host_statistics, pool_statistics
 from ..devices.pool import DevicePool
-from .checks import check_has_data, check_modes, check_precision, note_layer_sync, note_unused_gpus
+from .checks import check_modes, check_precision, note_layer_sync, note_unused_gpus
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .pool import make_pool
 from .profiling import adapt, profiler_of, restore
@@ -98,17 +98,6 @@ class HostStrategy(RankStrategy):
                 "the LightningModule: with strategy='roundpipe' change the module in place, and return it"
             )
         return super()._setup_model(model)
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Sets up, if every weight has data.
-
-        Raises:
-            MisconfigurationException: naming a weight that has none.
-        """
-        assert self.lightning_module is not None
-        check_has_data(self.lightning_module)
-        super().setup(trainer)
 
     @override
     def teardown(self) -> None:

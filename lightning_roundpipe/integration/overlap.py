@@ -27,7 +27,6 @@ from ..optimizer.state import unguard
 from ..optimizer.updates import Updates, share_memory, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
-from ..weights.low_precision import WorkingCopies
 from .sharding import Sharding, sharding_refused
 
 # Less is updated before a thread has begun.
@@ -57,17 +56,13 @@ class OptimizerOverlap:
         self._sharding = sharding
         self._stale = StaleWeights() if options.optimizer_overlap == "stale" else None
         self._stale_after_steps = options.stale_after_steps
-
-        def copies() -> WorkingCopies:
-            return engine().working_copies
-
-        shards = None if sharding is None else sharding.shards
-        self._updates = Updates(num_threads, self._stale, copies if self._stale is None else None, shards)
+        copies = (lambda: engine().working_copies) if self._stale is None else None
+        self._updates = Updates(num_threads, self._stale, copies, None if sharding is None else sharding.shards)
         self._engine = engine
         self._module: pl.LightningModule | None = None
         self._is_scripted = False
-        self._guarded: list[Optimizer] = []
-        self._refused: list[Optimizer] = []
+        self._guarded: set[Optimizer] = set()
+        self._refused: set[Optimizer] = set()
 
     def begin(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> StaleWeights | None:
         """The fit begins: the snapshots that will be taken of weights, None if none will be.
@@ -91,9 +86,8 @@ class OptimizerOverlap:
         if self._stale is not None:
             if (why_not := _why_not_stale(module, optimizers) or self._why_not(optimizers[0])) is not None:
                 raise _refusal(why_not)
-            exact = (
-                f"After {self._stale_after_steps} exact optimizer steps" if self._stale_after_steps else "From now on"
-            )
+            after = self._stale_after_steps
+            exact = f"After {after} exact optimizer steps" if after else "From now on"
             rank_zero_warn(
                 f"optimizer_overlap='stale' trains with another algorithm than plain Lightning. {exact} (see "
                 "stale_after_steps), gradients are computed with the weights from before the last update, one step too "
@@ -156,8 +150,8 @@ class OptimizerOverlap:
             raise sharding_refused(why_not)
         if self._stale is not None:
             raise _refusal(why_not)
-        if not any(other is optimizer for other in self._refused):
-            self._refused.append(optimizer)
+        if optimizer not in self._refused:
+            self._refused.add(optimizer)
             rank_zero_info(f"optimizer steps do not overlap with the next forward: {why_not}")
         return False
 
@@ -177,8 +171,7 @@ class OptimizerOverlap:
 
     def _guard(self, optimizer: Optimizer) -> None:
         self._updates.guard(optimizer)
-        if not any(other is optimizer for other in self._guarded):
-            self._guarded.append(optimizer)
+        self._guarded.add(optimizer)
 
     def wait(self) -> None:
         """Blocks until no update is under way.
@@ -236,31 +229,25 @@ def clipped_by(
     """While open, Lightning's clipping by norm leaves the multiplication of the gradients of ``optimizer`` to its
     update; unless code of the user could look at them in between."""
     plugin = module.trainer.precision_plugin
-    over_ranks = None if sharding is None else sharding.clip_grad_by_norm
-    if _may_be_watched(module, plugin, over_ranks):
+    if _may_be_watched(module, plugin, None if sharding is None else sharding.clip_grad_by_norm):
         yield
         return
+    plain, plain_by_norm = plugin._clip_gradients, plugin.clip_grad_by_norm
     num_threads = torch.get_num_threads()
 
-    def factor_of(gradients: list[Tensor], clip_val: float) -> Tensor | None:
-        return (
-            clip_factor(gradients, clip_val, num_threads)
-            if sharding is None
-            else sharding.clip_factor(optimizer, clip_val)
-        )
-
     def clip_grad_by_norm(clipped: Optimizer, clip_val: float) -> None:
-        if updates.multiplies(clipped, lambda gradients: factor_of(gradients, clip_val)):
-            return
-        if over_ranks is None:
-            type(plugin).clip_grad_by_norm(plugin, clipped, clip_val)
-        else:
-            over_ranks(clipped, clip_val)
+        def factor_of(gradients: list[Tensor]) -> Tensor | None:
+            if sharding is not None:
+                return sharding.clip_factor(optimizer, clip_val)
+            return clip_factor(gradients, clip_val, num_threads)
+
+        if not updates.multiplies(clipped, factor_of):
+            plain_by_norm(clipped, clip_val)
 
     def clip_gradients(*args: Any, **kwargs: Any) -> None:
         # Lightning's last act before the update. Who clips in a hook may look at the gradients afterwards.
         with attribute_set(plugin, "clip_grad_by_norm", clip_grad_by_norm):
-            type(plugin)._clip_gradients(plugin, *args, **kwargs)
+            plain(*args, **kwargs)
 
     with attribute_set(plugin, "_clip_gradients", clip_gradients):
         yield
