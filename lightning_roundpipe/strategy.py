@@ -25,7 +25,7 @@ from .engine.requests import StepResult
 from .engine.runner import Engine
 from .integration.batches.merging import merge_outputs
 from .integration.batches.splitting import Batches
-from .integration.checks import check_model
+from .integration.checks import check_model, check_precision, note_layer_sync
 from .integration.host_strategy import HostStrategy
 from .integration.launcher import ranks_here
 from .integration.links import Links
@@ -176,8 +176,10 @@ class RoundPipeStrategy(HostStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Called when devices and precision are known: checks them. Rank 0 alone writes recordings."""
+        """Called when devices and plugins are known: checks them. Rank 0 alone writes recordings."""
         super()._configure_launcher()
+        check_precision(self.precision_plugin)
+        note_layer_sync(self._layer_sync)
         if not self.is_global_zero:
             self._recordings = Recordings(None, None)
         if self._precision_plugin is not None:
@@ -196,7 +198,7 @@ class RoundPipeStrategy(HostStrategy):
         self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if trainer.training:
             self._recordings.start()
-            self._sharding = self._make_sharding(self.options)
+            self._sharding = self._make_sharding()
             num_threads = ThreadBudget.of(self.pool).updates
             self._overlap = OptimizerOverlap(self.options, num_threads, lambda: self.engine, self._sharding)
         super().setup(trainer)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..accelerator import host_statistics, pool_statistics
 from ..devices.pool import DevicePool
-from .checks import check_modes, check_precision, note_layer_sync, note_unused_gpus
+from .checks import check_modes, note_unused_gpus
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .pool import make_pool
 from .profiling import adapt, profiler_of, restore
@@ -28,18 +28,6 @@ class HostStrategy(RankStrategy):
     _pool: DevicePool | None = None
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
-
-    @override
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer when launcher and plugins are known: finds this rank's place, and checks plugins.
-
-        Raises:
-            MisconfigurationException: if what tells of other processes does not agree, or the precision plugin needs
-                another strategy.
-        """
-        super().set_world_ranks()
-        check_precision(self.precision_plugin)
-        note_layer_sync(self._layer_sync)
 
     @property
     def pool(self) -> DevicePool:
@@ -139,9 +127,11 @@ class HostStrategy(RankStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of the optimizers, also if parameters have names in it."""
-        module = self.lightning_module
+        """Loads the state of the optimizers, or what this rank needs of it, also if parameters have names in it."""
+        module, sharding = self.lightning_module, self._sharding
         assert module is not None
-        pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
-        states = [by_position(state, module, optimizer) for state, optimizer in pairs]
+        states = []
+        for saved, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False):
+            state = by_position(saved, module, optimizer)
+            states.append(state if sharding is None else sharding.part_of(state, optimizer))
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

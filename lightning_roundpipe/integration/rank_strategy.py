@@ -11,7 +11,6 @@ begins, and its buffers, if they have changed, before each training step and eac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -96,8 +95,10 @@ class RankStrategy(ParallelStrategy):
 
     # --- ranks ---------------------------------------------------------------------------------------------------
 
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer when launcher and plugins are known: finds this rank's place.
+    @override
+    def _configure_launcher(self) -> None:
+        """Called by the Trainer when devices and plugins are known: finds this rank's place, and makes a launcher for
+        several processes.
 
         Raises:
             MisconfigurationException: if what tells of other processes does not agree.
@@ -106,11 +107,6 @@ class RankStrategy(ParallelStrategy):
         if self.is_distributed:
             for only in (rank_zero_only, rank_zero_of_utilities.rank_zero_only):
                 vars(only)["rank"] = self._place.rank
-
-    @override
-    def _configure_launcher(self) -> None:
-        """None for one process. Called by the Trainer when devices and plugins are known."""
-        if self.is_distributed:
             assert self.cluster_environment is not None
             here = ranks_here(self._place, self.num_nodes)
             self._launcher = RankLauncher(self.cluster_environment, here, self.num_nodes)
@@ -222,7 +218,7 @@ class RankStrategy(ParallelStrategy):
         if name is not None and name.endswith("_dataloader()"):
             self._is_training_loader = name == "train_dataloader()"
             if self._is_training_loader:
-                self._loaders.forget()
+                self._loaders = UnevenLoaders()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -300,9 +296,9 @@ class RankStrategy(ParallelStrategy):
 
     # --- sharded optimizers, see :mod:`integration.sharding` -------------------------------------------------------
 
-    def _make_sharding(self, options: RoundPipeOptions) -> Sharding | None:
+    def _make_sharding(self) -> Sharding | None:
         """For the fit that is being set up; None if each rank has whole optimizers."""
-        if self._group is ALONE or not options.shard_optimizer:
+        if self._group is ALONE or not self.options.shard_optimizer:
             return None
         assert self.lightning_module is not None
         return Sharding(self._group, self.lightning_module, lambda: self.optimizers)
@@ -314,15 +310,6 @@ class RankStrategy(ParallelStrategy):
     def _updates_here(self, weight: nn.Parameter) -> bool:
         """Whether this rank updates ``weight``."""
         return self._owners.owner_of(weight) in (None, self._place.rank)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of the optimizers, or what this rank needs of it."""
-        states = checkpoint["optimizer_states"]
-        if (sharding := self._sharding) is not None:
-            pairs = zip(states, self.optimizers, strict=False)
-            states = [sharding.part_of(state, optimizer) for state, optimizer in pairs]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -28,17 +28,13 @@ _OWN = frozenset({"unwrapped", "_group", "_name", "_length", "has_data"})
 
 
 class UnevenLoaders:
-    """The training loaders of a run. Used by the Trainer's thread.
+    """The training loaders of a run, until it gets others. Used by the Trainer's thread.
 
     Attributes:
         has_data: whether the batch that arrived last is one of the rank's own.
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Other loaders come."""
         self.has_data = True
         self._loaders: list[UnevenLoader] = []
         self._num_loaders = 0

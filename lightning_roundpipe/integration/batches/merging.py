@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,14 +13,6 @@ import torch
 
 from ...common.trees import children_of, rebuild
 from .nodes import is_array, is_sequence, rows_of
-
-
-@dataclass(frozen=True)
-class _MergeRule:
-    """Rows of each micro-batch, and its weight in averages (the weights sum to 1)."""
-
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...]
 
 
 def merge_outputs(
@@ -47,32 +39,33 @@ def merge_outputs(
     total = math.fsum(weights)
     normalized = tuple(weight / total if total else 1 / len(weights) for weight in weights)
     with torch.no_grad():
-        return _merge(list(outputs), _MergeRule(tuple(sizes), normalized))
+        return _merge(list(outputs), sizes, normalized)
 
 
-def _merge(values: list[Any], rule: _MergeRule) -> Any:
+def _merge(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     first = values[0]
     if all(value is first for value in values):
         return first
-    if all(rows_of(value) == size for value, size in zip(values, rule.sizes, strict=True)) and _are_alike(values):
+    if all(rows_of(value) == size for value, size in zip(values, sizes, strict=True)) and _are_alike(values):
         return _concatenate(values)
     if all(_is_number(value) for value in values) and not all(type(value) is int for value in values):
-        return _mean(values, rule.weights)
+        return _mean(values, weights)
     if children_of(first) is not None and all(type(value) is type(first) for value in values):
-        return _merge_containers(values, rule)
+        return _merge_containers(values, sizes, weights)
     return first if all(_equal(first, value) for value in values) else values
 
 
-def _merge_containers(values: list[Any], rule: _MergeRule) -> Any:
+def _merge_containers(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     first = values[0]
-    if is_sequence(first) and _are_per_sample(values, rule):
+    if is_sequence(first) and _are_per_sample(values, sizes):
         return rebuild(first, list(chain.from_iterable(values)))
     children = [children_of(value) or [] for value in values]
     names = [{name for name, _ in entries} for entries in children]
     if any(other != names[0] for other in names):
         return values
     by_name = [dict(entries) for entries in children]  # the keys may come in another order
-    return rebuild(first, [_merge([entries[name] for entries in by_name], rule) for name, _ in children[0]])
+    merged = [_merge([entries[name] for entries in by_name], sizes, weights) for name, _ in children[0]]
+    return rebuild(first, merged)
 
 
 def _are_of_samples(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -81,15 +74,15 @@ def _are_of_samples(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
     return len(set(lengths)) > 1 or all(n == per_row * size for n, size in zip(lengths, sizes, strict=True))
 
 
-def _are_per_sample(values: list[Any], rule: _MergeRule) -> bool:
-    if any(len(v) != size for v, size in zip(values, rule.sizes, strict=True)):
+def _are_per_sample(values: list[Any], sizes: Sequence[int]) -> bool:
+    if any(len(v) != size for v, size in zip(values, sizes, strict=True)):
         return False
     if isinstance(values[0], tuple):  # columns, but for the names that a DataLoader collates
         return all(type(entry) is str for value in values for entry in value)
-    if len(set(rule.sizes)) > 1:
+    if len(set(sizes)) > 1:
         return True  # as containers they would have the same length in every micro-batch
     columns = zip(*values, strict=True)  # one of which may hold as many things as there are rows by chance in some
-    return not any(all(map(_holds_rows, column, rule.sizes)) for column in columns)
+    return not any(all(map(_holds_rows, column, sizes)) for column in columns)
 
 
 def _holds_rows(value: Any, size: int) -> bool:
@@ -115,8 +108,8 @@ def _concatenate(arrays: list[Any]) -> Any:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and (value.is_floating_point() or value.is_complex())
-    numpy: Any = sys.modules.get("numpy")
-    return type(value) is int or isinstance(value, float) or (numpy is not None and isinstance(value, numpy.floating))
+    # Floating-point numbers of numpy are real ones, too; truth values and its integers are integral.
+    return type(value) is int or (isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral))
 
 
 def _mean(values: list[Any], weights: Sequence[float]) -> Any:

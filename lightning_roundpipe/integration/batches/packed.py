@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...common.trees import rebuild
 from .loss_weight import IGNORED_LABEL
+from .microbatches import MicrobatchSplit
 from .nodes import is_array, is_replicated, is_sequence
 from .reading import BatchSplitError
 
@@ -91,11 +92,14 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(value) if is_list else ()
 
 
-def split_packed(batch: Mapping[Any, Any], packed: Packed, num_microbatches: int, *, predicts_next: bool) -> list[Any]:
+def split_packed(
+    batch: Mapping[Any, Any], packed: Packed, num_microbatches: int, *, predicts_next: bool, in_tokens: bool
+) -> MicrobatchSplit:
     """Cuts a row between sequences, into at most ``num_microbatches`` rows of nearly as many tokens.
 
     Args:
         predicts_next: whether the loss compares a token with the label of the next one.
+        in_tokens: whether the size of a part is its number of tokens; otherwise that of its sequences.
 
     Raises:
         BatchSplitError: for an entry that cannot be cut in this way, and for a label that belongs to two sequences.
@@ -111,19 +115,11 @@ def split_packed(batch: Mapping[Any, Any], packed: Packed, num_microbatches: int
                     "label of the first token of each sequence to -100, as DataCollatorWithFlattening does, or leave "
                     "split_batch out to run the row whole"
                 )
-    return [
-        rebuild(batch, [_cut(str(key), value, packed, first, last) for key, value in batch.items()])
-        for first, last in pairwise(cuts)
-    ]
-
-
-def sizes_of(microbatches: list[Any], *, in_tokens: bool) -> tuple[int, ...]:
-    """How many sequences, or tokens, each row has that :func:`split_packed` gave."""
-    if in_tokens:
-        rows = (next(part[key] for key in _TOKENS if isinstance(part.get(key), Tensor)) for part in microbatches)
-        return tuple(int(row.shape[1]) for row in rows)
-    found = map(find_packed, microbatches)
-    return tuple(1 if packed is None else packed.num_sequences for packed in found)
+    parts, sizes = [], []
+    for first, last in pairwise(cuts):
+        parts.append(rebuild(batch, [_cut(str(key), value, packed, first, last) for key, value in batch.items()]))
+        sizes.append(packed.bounds[last] - packed.bounds[first] if in_tokens else last - first)
+    return MicrobatchSplit(tuple(parts), tuple(sizes), 1)
 
 
 def _cuts(packed: Packed, count: int) -> list[int]:

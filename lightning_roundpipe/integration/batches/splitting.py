@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,13 +19,13 @@ from .loaders import Readings
 from .loss_weight import LossWeights, name_of
 from .merging import merge_outputs
 from .microbatches import MicrobatchSplit, batch_rows, split_batch
-from .packed import find_packed, sizes_of, split_packed
+from .packed import find_packed, split_packed
 from .reading import BatchSource, Role
 
 Split = Callable[[Any, int], Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batches:
     """Micro-batches of one batch.
 
@@ -40,11 +40,9 @@ class Batches:
     weights: tuple[float, ...]
     loss_weights: tuple[float, ...]
     batch_size: int | None
-    _entries: tuple[dict[Any, Any] | None, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        entries = tuple(dict(m) if isinstance(m, MutableMapping) else None for m in self.microbatches)
-        object.__setattr__(self, "_entries", entries)
+        self._entries = [dict(part) for part in self.microbatches if isinstance(part, MutableMapping)]
 
     def bring_back(self, batch: Any) -> None:
         """Does to the whole batch what the step has done to its micro-batches, where these are dicts.
@@ -54,7 +52,7 @@ class Batches:
         """
         if not isinstance(batch, MutableMapping) or any(microbatch is batch for microbatch in self.microbatches):
             return
-        before = [entries for entries in self._entries if entries is not None]
+        before = self._entries
         if len(before) < len(self.microbatches):
             return
         missing = object()
@@ -73,6 +71,10 @@ class BatchSplitter:
 
     Args:
         has_others: see :class:`LossWeights`.
+
+    Attributes:
+        readings: how they are read.
+        weights: what weighs their micro-batches.
     """
 
     def __init__(
@@ -86,20 +88,16 @@ class BatchSplitter:
     ) -> None:
         self._scan = scan
         self._notices = notices
-        self._readings = Readings(module)
-        self._weights = LossWeights(module, options.loss_weight, notices, has_others=has_others)
+        self.readings = Readings(module)
+        self.weights = LossWeights(module, options.loss_weight, notices, has_others=has_others)
         self._cuts_packed = options.split_batch == "packed"
         given = options.split_batch if callable(options.split_batch) else None
         self._split: Split | None = given or getattr(module, "roundpipe_split_batch", None)
         self._loss_weight = options.loss_weight
 
-    def arrives(self, batch: Any) -> None:
-        """See :meth:`Readings.arrives`."""
-        self._readings.arrives(batch)
-
     def of(self, kind: str, batch: Any, rest: Sequence[Any]) -> Callable[[Any, int], Batches]:
         """What splits the batch of the step that is under way; arguments as of :meth:`Readings.of`."""
-        return functools.partial(self._split_batch, *self._readings.of(kind, batch, rest))
+        return functools.partial(self._split_batch, *self.readings.of(kind, batch, rest))
 
     def _split_batch(self, source: BatchSource, held: dict[str, Role], batch: Any, num_microbatches: int) -> Batches:
         """At most ``num_microbatches`` micro-batches, unless a function of the user gives more.
@@ -113,10 +111,10 @@ class BatchSplitter:
             return self._weighed(self._split_by_user(self._split, batch, num_microbatches, source))
         packed = find_packed(batch) if num_microbatches > 1 else None
         if packed is not None and self._cuts_packed:
-            parts = split_packed(batch, packed, num_microbatches, predicts_next=self._weights.predicts_next)
             # A mean over a row is over its tokens; where labels tell, they weigh.
-            sizes = sizes_of(parts, in_tokens=self._loss_weight == "auto")
-            return self._weighed(MicrobatchSplit(tuple(parts), sizes, 1))
+            in_tokens, predicts_next = self._loss_weight == "auto", self.weights.predicts_next
+            split = split_packed(batch, packed, num_microbatches, predicts_next=predicts_next, in_tokens=in_tokens)
+            return self._weighed(split)
         if packed is not None:
             self._notices.warn(
                 "packed",
@@ -130,12 +128,8 @@ class BatchSplitter:
         min_rows = 2 if self._scan.couples_rows else 1  # batch norm refuses a single row
         return self._weighed(split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held))
 
-    def facts_of(self, batches: Batches) -> list[float]:
-        """See :meth:`LossWeights.facts`."""
-        return self._weights.facts(batches.microbatches, batches.sizes)
-
     def _weighed(self, split: MicrobatchSplit) -> Batches:
-        weights, loss_weights = self._weights.of(split.microbatches, split.sizes)
+        weights, loss_weights = self.weights.of(split.microbatches, split.sizes)
         return Batches(split.microbatches, split.sizes, weights, loss_weights, split.batch_size)
 
     def _split_by_user(self, split: Split, batch: Any, num_microbatches: int, source: BatchSource) -> MicrobatchSplit:

@@ -116,7 +116,8 @@ class RankSteps:
             return 1.0
         if self._share is None:
             kind = " without a sum over ranks" if self.is_blocked else ""
-            mine = self._splitter.facts_of(batches) if self.has_data else [0.0] * NUM_FACTS
+            weights = self._splitter.weights
+            mine = weights.facts(batches.microbatches, batches.sizes) if self.has_data else [0.0] * NUM_FACTS
             facts = self._reduction.agree(mine, self._what + kind)
             self._share = share_of(self.group.rank, facts) if self.has_data else 0.0
         return self._share

@@ -104,7 +104,7 @@ class Steps:
 
     def arrives(self, batch: Any) -> None:
         """A loader has given ``batch``; hooks of the user may change it before the step gets it."""
-        self._splitter.arrives(batch)
+        self._splitter.readings.arrives(batch)
 
     def close(self) -> None:
         """The run has ended: the threads of the engine do, too. Other ranks are not waited for any more."""

@@ -61,7 +61,7 @@ def test_plugins_of_other_strategies_are_refused(kind: type[Precision]) -> None:
         make_trainer(plugins=[made_without_its_package(kind, "bf16-mixed")])
     strategy = RoundPipeStrategy(precision_plugin=made_without_its_package(kind, "bf16-mixed"))
     with pytest.raises(MisconfigurationException, match=message.rpartition("|")[2]):
-        strategy.set_world_ranks()  # what the Trainer calls
+        strategy._configure_launcher()  # what the Trainer calls
 
 
 @pytest.mark.parametrize("settings", [{"precision": "half"}, {"precision": "16-mixed", "plugins": [Precision()]}])

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_roundpipe import BatchSplitError
 from lightning_roundpipe.integration.batches.loaders import Readings
-from lightning_roundpipe.integration.batches.packed import find_packed, sizes_of, split_packed
+from lightning_roundpipe.integration.batches.packed import find_packed, split_packed
 from tests.support.huggingface import causal
 from tests.support.loaders import Loader
 from tests.support.parity import assert_alike, compare, make_loader, make_trainer
@@ -161,10 +161,10 @@ def test_parts_of_a_packed_row_are_what_the_collator_makes_of_their_sequences(le
     packed = find_packed(batch)
     assert packed is not None
     assert packed.num_sequences == len(lengths)
-    parts = split_packed(batch, packed, count, predicts_next=True)
+    parts, sizes, _ = split_packed(batch, packed, count, predicts_next=True, in_tokens=False)
     assert len(parts) == min(count, len(lengths))
     start = 0
-    for part, number in zip(parts, sizes_of(parts, in_tokens=False), strict=True):
+    for part, number in zip(parts, sizes, strict=True):
         expected = collator(data[start : start + number])
         assert part.keys() == expected.keys()
         for key, value in expected.items():
