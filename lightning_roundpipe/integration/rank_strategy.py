@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
@@ -57,6 +54,7 @@ class RankStrategy(ParallelStrategy):
         ranks_per_node: processes on each machine; None for those that a launcher has started, and else one.
         process_group_backend: of the default group of ``torch.distributed``, and of sums of gradients.
         timeout: of each wait for other ranks; None for 30 minutes.
+        given: for Lightning's class.
     """
 
     options: RoundPipeOptions
@@ -67,17 +65,9 @@ class RankStrategy(ParallelStrategy):
         ranks_per_node: int | None,
         process_group_backend: str | None,
         timeout: timedelta | None,
-        accelerator: Accelerator | None,
-        cluster_environment: ClusterEnvironment | None,
-        checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
+        **given: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(**given)
         if ranks_per_node is not None:
             check_count("ranks_per_node", ranks_per_node, "or None (those that a launcher has started, and else one)")
         self._ranks_per_node = ranks_per_node

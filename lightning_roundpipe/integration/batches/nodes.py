@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -59,7 +59,11 @@ def why_not_split(value: Any) -> str:
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
-    """Classify an entry of a sequence: the entries of a per-sample sequence are of one kind."""
+    """Classify an entry of a sequence: the entries of a per-sample sequence are of one kind.
+
+    Arrays are of one kind if they have the same number of dimensions, dtype and layout, containers if they have the
+    same type.
+    """
     if is_array(value):
         return ("array", type(value), value.ndim, value.dtype, getattr(value, "layout", None))
     if isinstance(value, (str, bytes)):
@@ -71,16 +75,6 @@ def _kind(value: Any) -> tuple[Any, ...]:
     return ("container", "mapping" if isinstance(value, Mapping) else type(value))
 
 
-def common_kind(values: Iterable[Any]) -> str | None:
-    """Return "array", "text", "scalar", "object" or "container" if all entries are of one kind, else ``None``.
-
-    Arrays are of one kind if they have the same number of dimensions, dtype and layout, containers if they have the
-    same type. Entries that are ``None`` do not count.
-    """
-    kinds = {_kind(value) for value in values if value is not None}
-    return str(next(iter(kinds))[0]) if len(kinds) == 1 else None
-
-
 @dataclass(slots=True)
 class Node:
     """One value of a batch.
@@ -88,7 +82,7 @@ class Node:
     Attributes:
         path: the way to it, such as ``batch['labels'][0]``.
         rows: leading size of an array, None for everything else.
-        kind: what the entries of a sequence have in common, as :func:`common_kind` gives it; None if they differ.
+        kind: "array", "text", "scalar", "object" or "container" if all entries of a sequence but None are of one kind.
         problem: why the value can be neither cut nor shared.
     """
 
@@ -105,10 +99,12 @@ def node_of(value: Any, path: str = "batch") -> Node:
     children = children_of(value)
     if children is None:
         return Node(path, value, rows=rows_of(value), problem=why_not_split(value))
-    kind = common_kind(value) if is_sequence(value) else None
+    entries = value if is_sequence(value) else ()
+    kinds = {_kind(entry) for entry in entries if entry is not None}
     if is_sequence(value) and all(type(entry) in (str, int, float) for entry in value):
         children = []  # long lists of labels and texts need no node for each entry
-    return Node(path, value, children=tuple(node_of(entry, path + suffix) for suffix, entry in children), kind=kind)
+    nodes = tuple(node_of(entry, path + suffix) for suffix, entry in children)
+    return Node(path, value, children=nodes, kind=next(iter(kinds))[0] if len(kinds) == 1 else None)
 
 
 def walk(node: Node) -> Iterator[Node]:

@@ -34,17 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .nodes import (
-    Node,
-    are_alike,
-    describe,
-    is_array,
-    is_floating,
-    is_sequence,
-    node_of,
-    rows_seen,
-    walk,
-)
+from .nodes import Node, are_alike, describe, is_array, is_floating, is_sequence, node_of, rows_seen, walk
 
 _WAYS_OUT = (
     "Split such batches yourself with RoundPipeStrategy(split_batch=fn), or with a method "
@@ -138,7 +128,7 @@ def read_batch(batch: Any, source: BatchSource = UNKNOWN, held: dict[str, Role] 
         return Reading(root, 1 if rows_seen(root) == {1} else None)
     held = {} if held is None else held
     for rows in source.sizes:
-        fit = _Fitting(rows, source, held, is_known=True).fit(root)
+        fit = _Fitting(rows, source, held).fit(root)
         if isinstance(fit, _Fit) and fit.cut and rows > 1:
             return _settled(root, rows, fit, held)
     return _agreed(root, source, held)
@@ -146,15 +136,15 @@ def read_batch(batch: Any, source: BatchSource = UNKNOWN, held: dict[str, Role] 
 
 def _agreed(root: Node, source: BatchSource, held: dict[str, Role]) -> Reading:
     """The reading by what all rows agree on, where the number of samples is not known."""
-    if 1 in rows_seen(root) and isinstance(_Fitting(1, source, held, is_known=False).fit(root), _Fit):
+    if 1 in rows_seen(root) and isinstance(_Fitting(1, source, held).fit(root), _Fit):
         return Reading(root, 1)  # one row is right in any case
     found = {}
     for rows in _candidates(root, held):
-        fit = _Fitting(rows, source, held, is_known=False).fit(root)
+        fit = _Fitting(rows, source, held).fit(root)
         if isinstance(fit, _Fit) and fit.cut:
             found[rows] = fit
     if not found:
-        if isinstance(_Fitting(-1, source, held, is_known=False).fit(root), _Fit):
+        if isinstance(_Fitting(-1, source, held).fit(root), _Fit):
             return Reading(root, None)
         raise BatchSplitError(_conflict(root, source, held))
     if len(found) > 1:
@@ -225,17 +215,13 @@ def _check_source(rows: int, fit: _Fit, source: BatchSource, held: Mapping[str, 
 
 
 class _Fitting:
-    """One attempt to read a batch as ``rows`` samples.
+    """One attempt to read a batch as ``rows`` samples."""
 
-    Args:
-        is_known: whether the DataLoader says that there are as many.
-    """
-
-    def __init__(self, rows: int, source: BatchSource, held: Mapping[str, Role], *, is_known: bool) -> None:
+    def __init__(self, rows: int, source: BatchSource, held: Mapping[str, Role]) -> None:
         self._rows = rows
         self._source = source
         self._held = held
-        self._is_known = is_known
+        self._is_known = rows in source.sizes  # the DataLoader says that there are as many
 
     def fit(self, node: Node, depth: int = 0) -> _Fit | Node:
         """How the node is read; the part that does not fit if it cannot be."""
@@ -333,7 +319,7 @@ def _conflict(root: Node, source: BatchSource, held: Mapping[str, Role]) -> str:
         return sum(id(node) not in nested for node in votes[rows]), rows in source.sizes, len(votes[rows])
 
     rows = max(votes, key=weight, default=-1)
-    found = _Fitting(rows, source, held, is_known=rows in source.sizes).fit(root)
+    found = _Fitting(rows, source, held).fit(root)
     offender = found if isinstance(found, Node) else root
     text = f"cannot split the batch into micro-batches: {describe(offender)}"
     text += f" cannot be split ({offender.problem})" if offender.problem else " does not fit"
