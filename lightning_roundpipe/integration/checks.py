@@ -144,7 +144,8 @@ def check_model(root: nn.Module, units: UnitClasses | None = None, *, has_copies
 
 def _check_module(name: str, module: nn.Module, has_copies: bool) -> None:
     kind = type(module).__name__
-    if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise MisconfigurationException(
             f"the module {name!r} ({kind}) is lazy: it makes its weights when it is called first, and "
             "strategy='roundpipe' has to know them before that. Call it once in configure_model, with an example of "

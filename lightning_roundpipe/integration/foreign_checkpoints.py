@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +82,13 @@ def as_lightning_checkpoint(checkpoint: Any, path: _PATH, *, is_resumed: bool) -
     )
     if numbered and "optimizer_states" not in checkpoint:
         checkpoint["optimizer_states"] = [checkpoint.pop(key) for key in numbered]
-    if is_resumed and "optimizer_states" not in checkpoint and not _is_weights_only(checkpoint):
+    # Where Lightning itself has left out the optimizer (save_weights_only), it also has the message.
+    is_weights_only = "loops" in checkpoint and "lr_schedulers" not in checkpoint
+    if is_resumed and "optimizer_states" not in checkpoint and not is_weights_only:
         raise MisconfigurationException(
             f"training cannot go on from {os.fspath(path)!r}. {_without_optimizer_state(os.fspath(path))}"
         )
     return checkpoint
-
-
-def _is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether Lightning itself has left out the optimizer (``save_weights_only``); then it also has the message."""
-    return "loops" in checkpoint and "lr_schedulers" not in checkpoint
 
 
 def _without_optimizer_state(file: str) -> str:
@@ -144,17 +141,12 @@ def by_position(state: Mapping[str, Any], module: nn.Module, optimizer: Optimize
     groups: list[dict[str, Any]] = []
     for saved_group, group in zip(saved_groups, optimizer.param_groups, strict=True):
         own = [name_of.get(id(parameter), "?") for parameter in group["params"]]
-        _check_same(own, [_plain(name) for name in saved_group["params"]])
+        if different := sorted(set(own).symmetric_difference(map(_plain, saved_group["params"]))):
+            raise MisconfigurationException(
+                "the optimizer of the checkpoint has other parameters than the one of configure_optimizers: they "
+                f"differ by {different[0]!r}" + (f" and {len(different) - 1} more" if len(different) > 1 else "")
+            )
         first = sum(len(done["params"]) for done in groups)
         states.update({first + i: saved[name] for i, name in enumerate(own) if name in saved})
         groups.append({**saved_group, "params": list(range(first, first + len(own)))})
     return {**state, "state": states, "param_groups": groups}
-
-
-def _check_same(own: Iterable[str], saved: Iterable[str]) -> None:
-    different = sorted(set(own) ^ set(saved))
-    if different:
-        raise MisconfigurationException(
-            "the optimizer of the checkpoint has other parameters than the one of configure_optimizers: they differ by "
-            f"{different[0]!r}" + (f" and {len(different) - 1} more" if len(different) > 1 else "")
-        )

@@ -89,16 +89,11 @@ class HostStrategy(RankStrategy):
 
     @override
     def teardown(self) -> None:
-        """Ends the run. Weights without data stay where they are: an error has said so, and must not be hidden."""
-        module = self._lightning_module
+        """Ends the run."""
+        module = self.lightning_module
         if module is not None and (profiler := profiler_of(module)) is not None:
             restore(profiler)
-        if module is not None and any(weight.is_meta for weight in module.parameters()):
-            self._lightning_module = None
-        try:
-            super().teardown()
-        finally:
-            self._lightning_module = module
+        super().teardown()
 
     # --- checkpoints of other strategies, see [Note: foreign checkpoints] ----------------------------------------
 
