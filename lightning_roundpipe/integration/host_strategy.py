@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ..accelerator import host_statistics, pool_statistics
 from ..devices.pool import DevicePool
+from ..optimizer.sharded_state import own_part
 from .checks import check_modes, note_unused_gpus
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .pool import make_pool
@@ -128,5 +129,5 @@ class HostStrategy(RankStrategy):
         states = []
         for saved, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False):
             state = by_position(saved, module, optimizer)
-            states.append(state if sharding is None else sharding.part_of(state, optimizer))
+            states.append(state if sharding is None else own_part(state, optimizer, sharding.shards))
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

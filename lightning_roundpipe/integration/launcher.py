@@ -33,7 +33,8 @@ def place_in(environment: ClusterEnvironment | None, num_nodes: int, ranks_per_n
         return Place()
     try:
         node, local = environment.node_rank(), environment.local_rank()
-        per_node = ranks_per_node or _started_per_node(environment, num_nodes)
+        by_launcher = _number("WORLD_SIZE") if environment.creates_processes_externally else 1
+        per_node = ranks_per_node or max(1, by_launcher // num_nodes)
         # Most environments know better, and do not listen.
         environment.set_world_size(num_nodes * per_node)
         environment.set_global_rank(node * per_node + local)
@@ -57,13 +58,6 @@ def place_in(environment: ClusterEnvironment | None, num_nodes: int, ranks_per_n
             f"started ({name}): leave ranks_per_node out, and set num_nodes to the number of machines"
         )
     return place
-
-
-def _started_per_node(environment: ClusterEnvironment, num_nodes: int) -> int:
-    """Ranks that a launcher has started on each machine: one, if nothing tells of more."""
-    if not environment.creates_processes_externally:
-        return 1
-    return max(1, _number("WORLD_SIZE") // num_nodes)
 
 
 def ranks_here(place: Place, num_nodes: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..common.attributes import attribute_set
 from ..optimizer.clipping import norms_of
-from ..optimizer.sharded_state import gathered_state, own_part
+from ..optimizer.sharded_state import gathered_state
 from ..optimizer.sharding import Shards
 from ..optimizer.updates import refuse_plain_step
 from ..ranks.group import RankGroup
@@ -120,10 +120,6 @@ class Sharding:
         """For a checkpoint: of all ranks on rank 0, elsewhere of this one; a collective."""
         number = next((i for i, one in enumerate(self._optimizers()) if one is optimizer), 0)
         return gathered_state(optimizer, self.shards, f"the state of {type(optimizer).__name__} {number}")
-
-    def part_of(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Of the state in a checkpoint, what this rank needs."""
-        return own_part(state, optimizer, self.shards)
 
 
 def _refuse_clipping(*args: Any, **kwargs: Any) -> Tensor:

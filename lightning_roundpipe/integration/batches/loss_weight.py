@@ -138,8 +138,8 @@ class LossWeights:
         rule = self._loss_weight
         if rule != "auto":
             return [*_Facts(sum(sizes), sum(_counts(rule, microbatches, sizes)), is_sum=float(rule == "sum"))]
-        if (items := _num_items(microbatches)) is not None:
-            return [*_Facts(sum(sizes), items)]
+        if (items := _entry(microbatches[0], "num_items_in_batch")) is not None:  # the loss is divided by it
+            return [*_Facts(sum(sizes), float(torch.as_tensor(items).reshape(-1)[0]))]
         labels = [_entry(part, "labels") for part in microbatches]
         if any(not isinstance(one, Tensor) or not _is_integer(one) or not one.dim() for one in labels):
             return [*_Facts(sum(sizes))]
@@ -176,7 +176,20 @@ class LossWeights:
 
     @functools.cached_property
     def _by_class(self) -> Decision | None:
-        return _decided_by_class(self._module)
+        """What the Hugging Face model in the module computes, None if there is none with a loss."""
+        model_class = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+        heads: list[nn.Module] = []
+        inside: set[nn.Module] = set()
+        for part in self._module.modules():
+            if part not in inside and isinstance(part, model_class) and _has_loss(part):
+                heads.append(part)
+                inside.update(part.modules())
+        trained = [head for head in heads if any(weight.requires_grad for weight in head.parameters())]
+        decisions = [_decided_by_head(head) for head in trained or heads]
+        if len({decision.rule for decision in decisions}) > 1:
+            whys = "; but ".join(decision.why for decision in decisions)
+            return Decision(decisions[0].rule, whys, is_certain=False)
+        return decisions[0] if decisions else None
 
     @property
     def predicts_next(self) -> bool:
@@ -211,25 +224,6 @@ class LossWeights:
                     "use loss_weight= a function from a micro-batch to their number; else loss_weight='samples'",
                 )
                 return
-
-
-def _decided_by_class(module: nn.Module) -> Decision | None:
-    """What the Hugging Face model in ``module`` computes, None if there is none with a loss."""
-    model_class = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
-    heads: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for part in module.modules():
-        if part not in inside and isinstance(part, model_class) and _has_loss(part):
-            heads.append(part)
-            inside.update(part.modules())
-    trained = [head for head in heads if any(weight.requires_grad for weight in head.parameters())]
-    decisions = [_decided_by_head(head) for head in trained or heads]
-    if not decisions:
-        return None
-    if len({decision.rule for decision in decisions}) > 1:
-        whys = "; but ".join(decision.why for decision in decisions)
-        return Decision(decisions[0].rule, whys, is_certain=False)
-    return decisions[0]
 
 
 def _has_loss(model: Any) -> bool:
@@ -267,12 +261,6 @@ def _has_ignored_labels(microbatch: Any) -> bool:
 
 def _entry(batch: Any, name: str) -> Any:
     return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
-
-
-def _num_items(microbatches: Sequence[Any]) -> float | None:
-    """By which the loss of a rank is divided, if the batch says so."""
-    items = _entry(microbatches[0], "num_items_in_batch")
-    return None if items is None else float(torch.as_tensor(items).reshape(-1)[0])
 
 
 def _is_integer(tensor: Tensor) -> bool:
