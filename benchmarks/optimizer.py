@@ -26,7 +26,7 @@ from benchmarks._waiting import sharpen_timers
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.engine.patches import intra_op_threads
-from lightning_roundpipe.integration.pool import ThreadBudget
+from lightning_roundpipe.integration.pool import host_threads
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.planning import CallCost, CostProfile
 
@@ -234,7 +234,7 @@ def steps(size: dict[str, Any], forward_ms: float, num_steps: int, repeats: int,
 
 def threads_behind(num_devices: int) -> int:
     """Intra-op threads of an update that runs behind so many virtual devices."""
-    return ThreadBudget.of(DevicePool([torch.device("cpu")] * num_devices)).updates
+    return host_threads(DevicePool([torch.device("cpu")] * num_devices))
 
 
 def alternately(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:

@@ -30,7 +30,7 @@ from .integration.host_strategy import HostStrategy
 from .integration.launcher import ranks_here
 from .integration.links import Links
 from .integration.overlap import NO_OVERLAP, OptimizerOverlap
-from .integration.pool import ThreadBudget
+from .integration.pool import host_threads
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
 from .options import RoundPipeOptions, VirtualLink, read_profile
@@ -199,7 +199,7 @@ class RoundPipeStrategy(HostStrategy):
         if trainer.training:
             self._recordings.start()
             self._sharding = self._make_sharding()
-            num_threads = ThreadBudget.of(self.pool).updates
+            num_threads = host_threads(self.pool)
             self._overlap = OptimizerOverlap(self.options, num_threads, lambda: self.engine, self._sharding)
         super().setup(trainer)
         report = None
@@ -208,7 +208,7 @@ class RoundPipeStrategy(HostStrategy):
             here = ranks_here(self._place, self.num_nodes)
             report = HostReport(self._module, self.optimizers, stale, self._updates_here, num_here=here)
             report.check()
-            self._links.measure(self.pool, ThreadBudget.of(self.pool).additions)
+            self._links.measure(self.pool, host_threads(self.pool))
         self._steps = self._make_steps(report)
         self.engine.open()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -88,7 +88,6 @@ def make_engine(
             report.note_plan(made, costs, num_microbatches)
         return made
 
-    threads = ThreadBudget.of(pool, options.threads_per_device)
     engine = Engine(
         root,
         pool,
@@ -96,8 +95,8 @@ def make_engine(
         machine=machine_of(pool, options, links),
         unit_classes=options.units,
         exempt=(Metric,),
-        num_threads=threads.microbatch,
-        adding_threads=threads.additions,
+        num_threads=options.threads_per_device or microbatch_threads(pool),
+        adding_threads=host_threads(pool),
         compile_units=options.compile_arguments,
     )
     if options.cost_profile is not None:
@@ -105,35 +104,20 @@ def make_engine(
     return engine
 
 
-@dataclass(frozen=True)
-class ThreadBudget:
-    """How many intra-op threads the threads of a run get, on a host where torch would use so many for one operator.
+def host_threads(pool: DevicePool) -> int:
+    """Intra-op threads of what runs beside the devices: of optimizer steps behind the pipeline, and of the thread that
+    adds up gradients. Updates and casts come in the forward, additions of gradients in the backward: they share them.
 
-    Virtual devices compute with them: each gets an equal share, and what runs beside them gets one, too. Threads of
-    micro-batches on GPUs do next to nothing on the host, and there are many of them; every GPU gets a core for the one
-    that keeps it busy, as far as that leaves half of the cores. The others are for what the host does with all weights
-    and gradients. Updates and casts come in the forward, additions of gradients in the backward: they share them.
-
-    Attributes:
-        microbatch: of each thread of a micro-batch.
-        updates: of optimizer steps behind the pipeline.
-        additions: of the thread that adds up gradients.
+    Virtual devices compute with the threads that torch has now: each gets an equal share, and what runs beside them
+    gets one, too. Every GPU gets a core for the thread that keeps it busy, as far as that leaves half of the cores; the
+    others are for what the host does with all weights and gradients.
     """
+    num_threads, num_devices = torch.get_num_threads(), len(pool)
+    if pool.is_virtual:
+        return max(1, num_threads // (num_devices + 1))
+    return max(1, num_threads // 2, num_threads - num_devices)
 
-    microbatch: int
-    updates: int
-    additions: int
 
-    @classmethod
-    def of(cls, pool: DevicePool, threads_per_device: int | None = None) -> ThreadBudget:
-        """The budget for ``pool``, of the threads that torch has now.
-
-        Args:
-            threads_per_device: what the user wants; None leaves it to the budget.
-        """
-        num_threads, num_devices = torch.get_num_threads(), len(pool)
-        if pool.is_virtual:
-            shared = max(1, num_threads // (num_devices + 1))
-            return cls(threads_per_device or max(1, num_threads // num_devices), shared, shared)
-        left = max(1, num_threads // 2, num_threads - num_devices)
-        return cls(threads_per_device or 1, left, left)
+def microbatch_threads(pool: DevicePool) -> int:
+    """Intra-op threads of a micro-batch. On GPUs its thread does next to nothing on the host, and there are many."""
+    return max(1, torch.get_num_threads() // len(pool)) if pool.is_virtual else 1

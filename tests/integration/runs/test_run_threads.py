@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_roundpipe.integration.pool import ThreadBudget
+from lightning_roundpipe.integration.pool import host_threads, microbatch_threads
 
 
 class Pool:
@@ -39,5 +39,4 @@ def test_what_runs_beside_the_devices_leaves_cores_to_them(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     pool = cast(Any, Pool(num_devices, is_virtual))
-    assert ThreadBudget.of(pool) == ThreadBudget(microbatch, updates=beside, additions=beside)
-    assert ThreadBudget.of(pool, 3) == ThreadBudget(3, updates=beside, additions=beside)
+    assert (microbatch_threads(pool), host_threads(pool)) == (microbatch, beside)
