@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -199,81 +199,46 @@ def flagged_of(slots: Mapping[Slot, Tensor]) -> frozenset[Slot]:
 _WATCHED = Draws(host=True, gpu=True)
 
 
+@dataclass(eq=False)
 class Call:
-    """One execution of a unit by one micro-batch.
+    """One execution of a unit by one micro-batch."""
 
-    Attributes:
-        unit: what was called.
-        index: ordinal of the call in its micro-batch; seeds its random numbers.
-        trained: for each parameter of the unit whether it required a gradient when user code called it.
-        pending: gradients of the micro-batch that wait in user code.
-        kept: whether the local graph is kept until the backward (fused stage) instead of recomputed.
-        backward_stage: stage that runs the backward, or None for a call off the plan.
-        leaves, structure: the arguments, see :mod:`~lightning_roundpipe.common.trees`; tensors
-            are :class:`Offloaded` if the call is recomputed.
-        differentiable: indices of leaves that required a gradient.
-        receivers: for each of them where its gradient goes.
-        flagged: slots of this call that required a gradient.
-        hooked: slots that carry hooks of the user in user code, with the edges at which the hooks sit.
-        side: attributes set by user code on the unit's modules: (master module, name); their values end ``leaves``.
-        autocast: state of autocast at the call: (enabled, dtype).
-        grad_mode: whether gradients were switched on at the call.
-        may_be_flagged: whether its outputs can require a gradient; also in an evaluation.
-        is_recorded: whether it may get a backward.
-        is_compiled: whether it ran compiled; None before it has run.
-        is_low: whether it runs on the low form of the unit, see [Note: working copies] in :mod:`weights.low_precision`.
-        changed: indices of leaves that the unit changes in place.
-        buffer_values: buffers that the forward wrote, as they were before: (copy's master, name, value).
-        draws: what is redirected as long as there are no facts.
-        local: slots of the kept graph.
-        relays: per relay of the forward, whether its hooks changed the output; None before the forward.
-        samples: what a recomputation is compared with, see [Note: repeats] in :mod:`autograd.repeats`.
-        gradients: gradients that have arrived per slot.
-        ran: what was noted about the forward, see :class:`Run`.
-        versions: of the weights at the end of the segment that it was made in; None in that segment.
-        is_over: whether its backward has passed for good.
-    """
-
-    __slots__ = (
-        "__weakref__", "autocast", "backward_stage", "buffer_values", "changed", "differentiable", "draws", "facts",
-        "flagged", "grad_mode", "gradients", "hooked", "index", "input_gradients", "is_compiled", "is_low", "is_over",
-        "is_recorded", "kept", "leaves", "local", "may_be_flagged", "pending", "ran", "receivers", "relayed",
-        "relays", "samples", "side", "structure", "trained", "unit", "versions",
-    )  # fmt: skip
-
-    def __init__(self, unit: Unit, index: int, trained: tuple[bool, ...], pending: PendingGradients) -> None:
-        self.unit = unit
-        self.index = index
-        self.trained = trained
-        self.pending = pending
-        self.kept = False
-        self.backward_stage: int | None = None
-        self.leaves: list[Any] = []
-        self.structure: Any = None
-        self.differentiable: list[int] = []
-        self.receivers: list[Receiver] = []
-        self.flagged: frozenset[Slot] = frozenset()
-        self.hooked: dict[Slot, GradientEdge] = {}
-        self.side: list[list[tuple[nn.Module, str]]] = []
-        self.changed: list[int] = []
-        self.autocast: tuple[bool, torch.dtype] = (False, torch.float32)
-        self.grad_mode = False
-        self.may_be_flagged = False
-        self.is_recorded = False
-        self.is_compiled: bool | None = None
-        self.is_low = False
-        self.buffer_values: list[tuple[nn.Module, str, Tensor]] = []
-        self.facts: Facts | None = None
-        self.draws = _WATCHED
-        self.local: dict[Slot, Tensor] | None = None
-        self.gradients: dict[Slot, Tensor] = {}
-        self.input_gradients: tuple[Tensor | None, ...] = ()
-        self.relayed: dict[Slot, Tensor] = {}
-        self.relays: list[bool] | None = None
-        self.samples: dict[Slot, tuple[torch.Size, Tensor]] = {}
-        self.ran: Run | None = None
-        self.versions: tuple[int, ...] | None = None
-        self.is_over = False
+    unit: Unit
+    index: int  # ordinal of the call in its micro-batch; seeds its random numbers
+    trained: tuple[bool, ...]  # for each parameter of the unit whether it required a gradient when user code called it
+    pending: PendingGradients  # of the micro-batch
+    leaves: Sequence[Any] = ()  # the arguments, see `common.trees`; tensors are `Offloaded` if the call is recomputed
+    structure: Any = None  # of the arguments
+    differentiable: Sequence[int] = ()  # indices of leaves that required a gradient
+    receivers: Sequence[Receiver] = ()  # for each of them where its gradient goes
+    # Attributes set by user code on the unit's modules: (master module, name); their values end `leaves`.
+    side: Sequence[list[tuple[nn.Module, str]]] = ()
+    autocast: tuple[bool, torch.dtype] = (False, torch.float32)  # at the call: (enabled, dtype)
+    grad_mode: bool = False  # whether gradients were switched on at the call
+    may_be_flagged: bool = False  # whether its outputs can require a gradient; also in an evaluation
+    is_recorded: bool = False  # whether it may get a backward
+    kept: bool = False  # whether the local graph is kept until the backward (fused stage) instead of recomputed
+    backward_stage: int | None = None  # stage that runs the backward, or None for a call off the plan
+    facts: Facts | None = None
+    draws: Draws = _WATCHED  # what is redirected as long as there are no facts
+    is_compiled: bool | None = None  # whether it ran compiled; None before it has run
+    is_low: bool = False  # whether it runs on the low form of the unit, see [Note: working copies]
+    flagged: frozenset[Slot] = frozenset()  # slots of this call that required a gradient
+    # Slots that carry hooks of the user in user code, with the edges at which the hooks sit.
+    hooked: dict[Slot, GradientEdge] = field(default_factory=dict)
+    changed: Sequence[int] = ()  # indices of leaves that the unit changes in place
+    # Buffers that the forward wrote, as they were before: (copy's master, name, value).
+    buffer_values: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    local: dict[Slot, Tensor] | None = None  # slots of the kept graph
+    relayed: dict[Slot, Tensor] = field(default_factory=dict)  # what hooks inside the unit were shown
+    relays: list[bool] | None = None  # per relay whether its hooks changed the output; None before the forward
+    # What a recomputation is compared with, see [Note: repeats].
+    samples: dict[Slot, tuple[torch.Size, Tensor]] = field(default_factory=dict)
+    gradients: dict[Slot, Tensor] = field(default_factory=dict)  # that have arrived
+    input_gradients: Sequence[Tensor | None] = ()  # that its backward has given
+    ran: Run | None = None  # what was noted about the forward
+    versions: tuple[int, ...] | None = None  # of the weights at the end of its segment; None in that
+    is_over: bool = False  # whether its backward has passed for good
 
     def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
         """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere.
@@ -308,15 +273,11 @@ class Call:
     def forget(self) -> None:
         """Drops everything but the identity, as soon as the backward has passed or the step has ended."""
         self.is_over = True
-        self.leaves = []
-        self.receivers = []
-        self.buffer_values = []
         self.local = None
+        self.leaves = self.receivers = self.buffer_values = self.input_gradients = self.side = ()
         self.gradients = {}
-        self.input_gradients = ()
         self.relayed = {}
         self.samples = {}
-        self.side = []
         self.hooked = {}
 
 
@@ -362,7 +323,7 @@ class PendingGradients:
     def flush(self) -> None:
         """Pushes what waits through the graph of user code, down to the cuts and to loose parameters."""
         waiting, self._waiting = list(self._waiting.values()), {}
-        gradients = [_sum_of(arrived(parts)) for _, parts in waiting]
+        gradients = [functools.reduce(torch.add, arrived(parts)) for _, parts in waiting]
         self.run_backward([edge for edge, _ in waiting], gradients)
 
     def run_backward(self, roots: list[Any], gradients: list[Tensor]) -> None:
@@ -376,10 +337,6 @@ class PendingGradients:
     def clear(self) -> None:
         """Drops what waits."""
         self._waiting.clear()
-
-
-def _sum_of(gradients: list[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, gradients)
 
 
 def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
