@@ -10,7 +10,6 @@ unless they changed the output, which the rest of the unit needs.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -20,12 +19,10 @@ from torch import Tensor, nn
 
 from ..common import trees
 from ..common.seeds import derive_seed
+from ..usercode.lock import current
 from .recompute import Call, Cut, Slot
-from .unit_context import UnitContext
+from .unit_context import InsideUnit, UnitContext
 
-# Of a thread that runs a unit. `run`: the context, the call, and what relays did in the run before, if it is a
-# recomputation. `streams`: the seed of the unit, and what gives it random numbers of torch's and of others.
-active = threading.local()
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -45,7 +42,11 @@ class _Relay:
         self._master = master
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        context, call, recorded = active.run
+        state = current()
+        assert state is not None
+        assert isinstance(state.unit_writes, InsideUnit)
+        assert state.unit_writes.run is not None
+        context, call, recorded = state.unit_writes.run
         assert call.relays is not None
         order = len(call.relays)
         if recorded is not None and order >= len(recorded):
@@ -92,7 +93,7 @@ class _Relay:
 @contextlib.contextmanager
 def _in_hook(context: UnitContext, order: int) -> Iterator[None]:
     """User code runs inside the unit, with random numbers of its own where those of the unit are redirected."""
-    unit_seed, private, foreign = active.streams
+    unit_seed, private, foreign = context.inside.streams
     seed, user_code = derive_seed(unit_seed, order), context.lock.in_user_code(context.state)
     with (
         user_code if foreign is None else foreign.interrupted(seed, by=user_code),

@@ -77,7 +77,7 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
     try:
-        with autocast_as(context.autocast_device, call.autocast):
+        with autocast_as(context.state.autocast_device, call.autocast):
             enter(call, leaves, context.anchor)
             result = run_unit(context, call, replica, leaves)
             if call.changed:

@@ -26,11 +26,9 @@ from .compiling import without_flags
 from .fills import Fills, plain
 from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Slot
-from .relays import active
-from .unit_context import UnitContext
+from .unit_context import NOT_REDIRECTED, UnitContext
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-_NOT_REDIRECTED = 0, None, None  # what a unit draws: its seed, and what gives it numbers of torch's and of others
 
 
 @dataclass(slots=True)
@@ -121,9 +119,9 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     filled: list[Attribute] = []
     call.relayed = {}
     relays, call.relays = call.relays, []
-    active.run, active.streams = (context, call, relays), _NOT_REDIRECTED
     draws = call.draws if call.facts is None else call.facts.draws  # those that are redirected
     inside = context.inside
+    inside.run, inside.streams = (context, call, relays), NOT_REDIRECTED
     inside.is_recomputing = relays is not None
     try:
         with inside:
@@ -136,8 +134,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
             _note_devices(error, call.unit.name)
         raise
     finally:
-        active.run = None
-        active.streams = _NOT_REDIRECTED
+        inside.run = None
         if fills is not None:
             filled = fills.end()
         for module, name, value in previous:
@@ -257,7 +254,7 @@ def _forward_watched(
             foreign = stack.enter_context(ForeignSeeded(seed))
         if draws.host:
             private = stack.enter_context(PrivateRandomness(seed, context.lock.exclusive))
-        active.streams = seed, private, foreign
+        context.inside.streams = seed, private, foreign
         result = replica.module.forward(*args, **kwargs)
     if private is not None:
         draws = replace(private.draws, foreign=foreign is not None and foreign.have_moved)

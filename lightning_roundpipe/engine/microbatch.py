@@ -91,8 +91,7 @@ class Microbatch:
         self._books = ActivationBooks(self._activations)
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
         self._context = UnitContext(
-            state, step.lock, anchor, self._activations, weights, request.autocast_device, request.meets,
-            resources.compiler, InsideUnit(state),
+            state, step.lock, anchor, self._activations, weights, request.meets, resources.compiler, InsideUnit(state),
         )  # fmt: skip
         self._has_lane = False  # in a backward that runs user code
         self.begin_segment(schedule_index, segment)
@@ -180,7 +179,7 @@ class Microbatch:
         try:
             leaves: list[Any] = []
             call.structure = trees.flatten_call(args, kwargs, side_values, leaves)
-            call.autocast = autocast_state(self._context.autocast_device)
+            call.autocast = autocast_state(state.autocast_device)
             call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
             call.grad_mode = torch.is_grad_enabled()
             call.may_be_flagged = call.grad_mode and (bool(call.differentiable) or any(call.trained))
