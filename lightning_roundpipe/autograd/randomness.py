@@ -29,10 +29,11 @@ Compiled, a unit draws other numbers than as it is. So one that draws on a GPU r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -50,6 +51,15 @@ class Draws:
 
     def __bool__(self) -> bool:
         return self.host or self.gpu or self.foreign
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -72,8 +82,6 @@ class PrivateRandomness(ThreadsDispatchMode):
         draws: where random operators have run so far.
     """
 
-    _how: ClassVar[dict[Any, Any]] = {}  # operator -> None (not random), "argument" or "borrow"
-
     def __init__(self, seed: int, exclusive: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = Draws()
@@ -84,24 +92,11 @@ class PrivateRandomness(ThreadsDispatchMode):
         """While open, random operators get another private generator."""
         return attribute_set(self, "_generator", torch.Generator().manual_seed(seed))
 
-    @classmethod
-    def _decide(cls, func: Any) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            how = None
-        else:
-            takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
-            how = "argument" if takes_generator else "borrow"
-        cls._how[func] = how
-        return how
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        how = self._how.get(func, self)
-        if how is self:
-            how = self._decide(func)
-        if how is None or _drops_nothing(func, args, kwargs):
+        if not _is_random(func) or _drops_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         if not self._is_on_host(args, kwargs):
             self.draws = replace(self.draws, gpu=True)
@@ -109,7 +104,9 @@ class PrivateRandomness(ThreadsDispatchMode):
         self.draws = replace(self.draws, host=True)
         if any(isinstance(arg, torch.Generator) for arg in args):
             return func(*(self._generator if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
-        if how == "argument" or kwargs.get("generator") is not None:  # the user's own generator would move on twice
+        if (
+            _takes_generator(func) or kwargs.get("generator") is not None
+        ):  # the user's own generator would move on twice
             return func(*args, **{**kwargs, "generator": self._generator})
         with self._exclusive():
             default = torch.default_generator

@@ -23,7 +23,7 @@ def buffers_of(replica: Replica, *, copies: bool = True) -> Buffers:
     """All of them as they are now.
 
     Args:
-        copies: whether their values are needed; without them, only :func:`written_buffers` can tell of changes.
+        copies: whether their values are needed.
     """
     found = []
     for _, copy, name in replica.buffers:
@@ -33,27 +33,18 @@ def buffers_of(replica: Replica, *, copies: bool = True) -> Buffers:
     return found
 
 
-def written_buffers(replica: Replica, before: Buffers) -> Iterator[tuple[nn.Module, str]]:
-    """Those that show that they were written since, without a look at the device: (master module, name)."""
-    for copy, name, buffer, version, _ in before:
+def written_buffers(replica: Replica, before: Buffers, *, by_value: bool = False) -> Iterator[tuple[nn.Module, str]]:
+    """Those that were written since: (master module, name).
+
+    Args:
+        by_value: looks at the device as well: batch norm updates its running statistics without raising their version.
+    """
+    for copy, name, buffer, version, value in before:
         now = copy._buffers.get(name)
-        if now is not buffer or version_of(now) != version:
+        if now is not buffer or version_of(now) != version or (by_value and not torch.equal(now, value)):
             master = replica.master_of(copy)
             assert master is not None
             yield master, name
-
-
-def changed_buffers(replica: Replica, before: Buffers) -> tuple[tuple[nn.Module, str], ...]:
-    """Those that are not what they were: (master module, name)."""
-    changed = []
-    for copy, name, buffer, version, value in before:
-        now = copy._buffers.get(name)
-        # By value as well: batch norm updates its running statistics without raising their version.
-        if now is not buffer or version_of(now) != version or not torch.equal(now, value):
-            master = replica.master_of(copy)
-            assert master is not None
-            changed.append((master, name))
-    return tuple(changed)
 
 
 def put_back(before: Buffers) -> None:

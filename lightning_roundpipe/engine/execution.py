@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.recompute import Call, Facts, Receiver, Slot, flagged_of, leave_graph
-from ..autograd.undo import Buffers, buffers_of, changed_buffers, put_back, written_buffers
+from ..autograd.undo import Buffers, buffers_of, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter
 from ..autograd.unit_context import UnitContext
 from ..autograd.unit_run import UnitResult, drop_graph, run_unit, without_weights
@@ -281,7 +281,7 @@ def _learn(
     if similar is not None:  # a call may draw or not, by chance
         draws = replace(draws, foreign=similar.draws.foreign)
     flagged = flagged_of(slots)
-    changed = changed_buffers(replica, before)
+    changed = tuple(written_buffers(replica, before, by_value=True))
     writes = bool(done.unit.written)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
     return Facts(flagged, frozenset(slots), draws, changed, writes, *sizes, has_loose)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..common.seeds import derive_seed
 
@@ -96,19 +97,6 @@ class ForeignSeeded:
             own.put_back()
 
 
-class _States:
-    """The states that all generators have now; ``foreign`` is None for those of Python's and NumPy's not to be kept."""
-
-    def __init__(self, *, foreign: bool) -> None:
-        self._torch = torch.default_generator.get_state()
-        self.foreign = ForeignStates() if foreign else None
-
-    def put_back(self) -> None:
-        torch.default_generator.set_state(self._torch)
-        if self.foreign is not None:
-            self.foreign.put_back()
-
-
 class UserGenerators:
     """See [Note: random numbers of user code]; for the thread that excludes all user code of a step.
 
@@ -118,17 +106,17 @@ class UserGenerators:
 
     def __init__(self, draws_foreign: threading.Event) -> None:
         self._draws_foreign = draws_foreign
-        self._kept: dict[int, _States] = {}  # of micro-batches, by index
+        # Of micro-batches, by index: the state of torch's generator, and those of the others, if these were kept.
+        self._kept: dict[int, tuple[Tensor, ForeignStates | None]] = {}
         self.leave()
 
     def leave(self) -> None:
         """What the generators are now is what the thread that runs the step goes on with."""
-        self._outer = _States(foreign=False)
-        self._outer_foreign = ForeignStates()
+        self._outer, self._outer_foreign = torch.default_generator.get_state(), ForeignStates()
 
     def come_back(self) -> None:
         """The generators are as when the thread that runs the step has left them."""
-        self._outer.put_back()
+        torch.default_generator.set_state(self._outer)
         if not self._draws_foreign.is_set() and self._outer_foreign.have_moved():
             self._draws_foreign.set()
         if self._draws_foreign.is_set():
@@ -136,17 +124,20 @@ class UserGenerators:
 
     def show(self, index: int, seed: int) -> None:
         """Micro-batch ``index`` goes on with its random numbers, or begins with them in a step with ``seed``."""
-        kept = self._kept.get(index)
+        kept, foreign = self._kept.get(index, (None, None))
         if kept is None:
             torch.default_generator.manual_seed(_seed_for(index, seed))
         else:
-            kept.put_back()
-        if self._draws_foreign.is_set() and (kept is None or kept.foreign is None):
+            torch.default_generator.set_state(kept)
+        if foreign is not None:
+            foreign.put_back()
+        elif self._draws_foreign.is_set():
             seed_foreign(_seed_for(index, seed))
 
     def hide(self, index: int) -> None:
         """Another micro-batch is going to be shown."""
-        self._kept[index] = _States(foreign=self._draws_foreign.is_set())
+        foreign = ForeignStates() if self._draws_foreign.is_set() else None
+        self._kept[index] = torch.default_generator.get_state(), foreign
 
     @contextlib.contextmanager
     def watching(self, index: int, seed: int) -> Iterator[None]:
@@ -155,10 +146,10 @@ class UserGenerators:
         is_known = self._draws_foreign.is_set()
         self._draws_foreign.set()
         yield
-        kept = self._kept.get(index)
-        if not is_known and kept is not None and kept.foreign is not None:
+        _, foreign = self._kept.get(index, (None, None))
+        if not is_known and foreign is not None:
             seed_foreign(_seed_for(index, seed))
-            if not kept.foreign.have_moved():
+            if not foreign.have_moved():
                 self._draws_foreign.clear()
         self._outer_foreign.put_back()
 

@@ -54,38 +54,21 @@ def gpu_generator_seeded(device: torch.device, seed: int) -> Iterator[Callable[[
     kernel of another library.
     """
     generator = torch.get_device_module(device).default_generators[device.index]
+
+    def have_drawn() -> bool:
+        return not torch.equal(generator.get_state(), torch.Generator(device).manual_seed(seed).get_state())
+
     with _turn(device):
-        before = _state_of(generator)
+        before = generator.get_state()
         generator.manual_seed(seed)
-        seeded = _state_of(generator)
         try:
-            yield lambda: not _is_same(_state_of(generator), seeded)
+            yield have_drawn
         finally:
-            _set_state(generator, before)
+            generator.set_state(before)
 
 
 def _turn(device: torch.device) -> Any:
     return _turns.get(device) or _turns.setdefault(device, threading.RLock())
-
-
-def _state_of(generator: torch.Generator) -> tuple[int, int] | Tensor:
-    """Its seed and offset: two numbers on the host where the generator counts, which :meth:`get_state` copies."""
-    try:
-        return generator.initial_seed(), generator.get_offset()
-    except RuntimeError:  # one that does not count
-        return generator.get_state()
-
-
-def _is_same(one: tuple[int, int] | Tensor, other: tuple[int, int] | Tensor) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
-
-
-def _set_state(generator: torch.Generator, state: tuple[int, int] | Tensor) -> None:
-    if isinstance(state, Tensor):
-        generator.set_state(state)
-    else:
-        generator.manual_seed(state[0])
-        generator.set_offset(state[1])
 
 
 def drawing(

@@ -58,7 +58,7 @@ def moved(
 
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return bring()
-    landing = _Landing()
+    landing: list[Transfer] = []
     source = _Land.apply(tensor, landing) if tensor.device.type == "cpu" else tensor
     return _Move.apply(source, bring, activations, landing, what)  # type: ignore[no-any-return]
 
@@ -68,29 +68,20 @@ def arrived(parts: Sequence[Transfer]) -> list[Tensor]:
     return [part.wait(Edge.OUTPUT_GRADIENTS)[0] for part in parts]
 
 
-class _Landing:
-    """Where a gradient is waited for whose download has begun."""
-
-    __slots__ = ("transfer",)
-
-    def __init__(self) -> None:
-        self.transfer: Transfer | None = None
-
-
 class _Land(EngineFunction):
-    """On the host, in front of :class:`_Move`: the wait for a gradient that comes down; see [Note: moves]."""
+    """On the host, in front of :class:`_Move`, which has put the download of a gradient into ``landing``: waits for it;
+    see [Note: moves]."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, landing: _Landing) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, landing: list[Transfer]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.landing = landing
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
-        transfer, ctx.landing.transfer = ctx.landing.transfer, None
-        if transfer is not None:
-            transfer.await_done()
+        while ctx.landing:
+            ctx.landing.pop().await_done()
         return gradients[0], None
 
 
@@ -103,7 +94,7 @@ class _Move(EngineFunction):
         tensor: Tensor,
         bring: Callable[[], Tensor],
         activations: TravellingActivations,
-        landing: _Landing,
+        landing: list[Transfer],
         what: str,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -119,6 +110,6 @@ class _Move(EngineFunction):
             if ctx.source.type != "cpu" or is_read:
                 gradient = moved(gradient, ctx.source, ctx.activations, ctx.what)
             else:
-                ctx.landing.transfer = ctx.activations.start(gradient, ctx.source, ctx.what)
-                (gradient,) = ctx.landing.transfer.tensors
+                ctx.landing.append(ctx.activations.start(gradient, ctx.source, ctx.what))
+                (gradient,) = ctx.landing[-1].tensors
         return gradient, None, None, None, None
