@@ -207,10 +207,7 @@ class Step:
             if first < count:
                 schedule = plans.schedule(plan, count - first)
                 records = self._run_schedule(plan, schedule, range(first, count))
-            if request.meets:
-                self._shared.loose_parameters.send_sums()
-            else:
-                self._shared.loose_parameters.take_home()
+            self._shared.loose_parameters.send_sums()
             resources.replicas.coming_buffers.arrive()
         if request.reduction is None:
             gradients = self._shared.gradients.take()  # by the caller, with its intra-op threads

@@ -223,13 +223,13 @@ class LooseParameters:
         """A stage run of ``device`` has ended: gives up the copies that no graph leads through any more."""
         if any(copy.device is device for copy in self._copies):
             with device.occupied():
-                self._give_up(device, lambda copy: not copy.is_in_use)
+                self._give_up(device)
 
     def send_sums(self) -> None:
-        """All micro-batches have stopped for a while: gradients go home; copies that graphs lead through stay."""
-        for device in self._devices():
+        """All micro-batches stand still: gradients go home; copies that graphs lead through stay."""
+        for device in dict.fromkeys(copy.device for copy in self._copies):
             with device.occupied():
-                self._give_up(device, lambda copy: not copy.is_in_use)
+                self._give_up(device)
                 held = [copy for copy in self._copies if copy.device is device]
                 if (download := self._send_gradients(device, held)) is not None:
                     download.await_done()
@@ -237,21 +237,12 @@ class LooseParameters:
                 for copy in held:
                     copy.gradient = None
 
-    def take_home(self) -> None:
-        """All micro-batches are through: what has not gone home yet goes now."""
-        for device in self._devices():
-            with device.occupied():
-                self._give_up(device, lambda copy: True)
-
     def drop(self) -> None:
         """The step has ended, well or not: nothing stays on the books, gradients that are still here are lost."""
         for copy in self._take(lambda copy: True):
             copy.device.memory.release("weights", copy.num_bytes)
             copy.device.memory.release("gradients", copy.gradient_bytes)
             copy.gradient = None
-
-    def _devices(self) -> list[Device]:
-        return list(dict.fromkeys(copy.device for copy in self._copies))
 
     def _take(self, which: Callable[[_Copy], bool]) -> list[_Copy]:
         """Copies that no use finds any more."""
@@ -261,9 +252,10 @@ class LooseParameters:
             self._newest = {key: copy for key, copy in self._newest.items() if copy not in taken}
         return taken
 
-    def _give_up(self, device: Device, which: Callable[[_Copy], bool]) -> None:
-        """Sends gradients of copies on ``device``, which the calling thread occupies, home, and frees what is there."""
-        copies = self._take(lambda copy: copy.device is device and which(copy))
+    def _give_up(self, device: Device) -> None:
+        """Sends the gradients of copies on ``device`` home that no graph leads through, and frees what is there; the
+        calling thread occupies it."""
+        copies = self._take(lambda copy: copy.device is device and not copy.is_in_use)
         download = self._send_gradients(device, copies)
         for copy in copies:
             passing = device.free([copy.tensor])

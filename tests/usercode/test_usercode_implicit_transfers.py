@@ -221,7 +221,7 @@ def test_views_of_a_parameter_have_its_values_and_give_it_their_gradients(
     assert on_copies.uploaded == [5 * 4 * 4]
     torch.testing.assert_close(loss, expected)
     on_copies.backward(loss)
-    on_copies.parameters.take_home()
+    on_copies.parameters.send_sums()
     torch.testing.assert_close(on_copies.gradients.take(), {weight: other.grad})
 
 

@@ -71,7 +71,7 @@ def test_gradients_add_up_on_the_device_and_go_home_once(step: UserCode, weight:
         assert weight.grad is None
     step.backward((step.use(weight, 1) * factors[0]).sum())
     assert step.downloaded == [0, 0]
-    step.parameters.take_home()
+    step.parameters.send_sums()
     assert step.downloaded == [NUM_BYTES, NUM_BYTES]
     for _ in range(2):  # each of several stage runs brings a sum
         step.backward(step.use(weight).sum())
@@ -85,7 +85,7 @@ def test_the_sum_does_not_change_a_gradient_that_autograd_holds(step: UserCode, 
     """Both uses get the same tensor as their gradient."""
     other = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     step.backward((step.use(weight) + step.use(other) + step.use(weight)).sum())
-    step.parameters.take_home()
+    step.parameters.send_sums()
     gradients = step.gradients.take()
     torch.testing.assert_close(gradients[weight], torch.full((ROWS, COLUMNS), 2.0))
     torch.testing.assert_close(gradients[other], torch.ones(ROWS, COLUMNS))
@@ -97,7 +97,7 @@ def test_backward_of_the_user_finds_its_gradient_at_the_master(step: UserCode, w
     torch.testing.assert_close(gradient, 2 * weight)
     (second,) = torch.autograd.grad(gradient.sum(), weight)
     torch.testing.assert_close(second, torch.full_like(weight, 2.0))
-    step.parameters.take_home()
+    step.parameters.send_sums()
     assert step.gradients.take() == {}
 
 
@@ -112,7 +112,8 @@ def test_a_master_changed_in_place_is_uploaded_anew(step: UserCode, weight: nn.P
     torch.testing.assert_close(first, before, rtol=0, atol=0)  # a graph leads through it: it stays
     step.parameters.end_stage_run(step.devices[0])
     step.backward((first * second).sum())
-    step.parameters.take_home()
+    del first, second
+    step.parameters.send_sums()
     torch.testing.assert_close(step.gradients.take(), {weight: before + 2 * before})
     assert step.booked == [0, 0]
 
@@ -255,7 +256,7 @@ def test_gradients_that_have_no_sum_go_home_when_the_backward_ends(
     assert list(gradients) == [weight]
     assert gradients[weight].is_sparse is (what == "sparse")
     torch.testing.assert_close(gradients[weight].to_dense(), wanted)
-    step.parameters.take_home()
+    step.parameters.send_sums()
     assert step.gradients.take() == {}
 
 
