@@ -128,11 +128,14 @@ class Fills:
                 places.append((module, name))
         masters = [(self._replica.master_of(module), name) for module, name in places]
         new = {(master, name): None for master, name in masters if master is not None}
-        unit = self._replica.unit
-        if not new.keys() <= unit.fills.keys():
-            with _learning:
-                unit.fills = unit.fills | new  # another one: threads may read the old one
+        _note_fills(self._replica.unit, new)
         return list(filled.values())
+
+
+def _note_fills(unit: Unit, places: dict[Place, None]) -> None:
+    if not places.keys() <= unit.fills.keys():
+        with _learning:
+            unit.fills = unit.fills | places  # another one: threads may read the old one
 
 
 def side_of(places: list[Place]) -> tuple[list[list[Place]], list[Any]]:
@@ -162,8 +165,6 @@ def fill(lock: UserCodeLock, state: UserCodeState, unit: Unit, place: Place, val
         own = state.copies.of(own)
         for module, name in places:
             lock.write(state, module, name, own)
-        if not unit.fills.keys() >= set(places):
-            with _learning:
-                unit.fills = unit.fills | dict.fromkeys(places)
+        _note_fills(unit, dict.fromkeys(places))
     if not refill(own, value):  # there is none yet
         lock.write(state, *place, value)

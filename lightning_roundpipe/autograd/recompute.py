@@ -155,30 +155,17 @@ enter_graph, leave_graph = direct_apply(Entry), direct_apply(Cut)
 
 @dataclass(frozen=True)
 class Facts:
-    """What the first call with a kind of arguments taught; see [Note: facts].
+    """What the first call with a kind of arguments taught; see [Note: facts]."""
 
-    Attributes:
-        flagged: slots whose tensor requires a gradient.
-        slots: all slots of the result.
-        draws: from where it drew random numbers.
-        buffers: buffers that were written: (master module, name).
-        writes: whether other attributes of modules were written.
-        graph_bytes: what the local graph held, besides parameters, arguments and results.
-        output_bytes: of all slots.
-        input_bytes: of the tensor arguments then.
-        has_loose: whether the local graph leads to leaves that are not the replica's, see [Note: loose parameters] in
-            :mod:`usercode.loose_gradients`.
-    """
-
-    flagged: frozenset[Slot]
-    slots: frozenset[Slot]
+    flagged: frozenset[Slot]  # slots whose tensor requires a gradient
+    slots: frozenset[Slot]  # all slots of the result
     draws: Draws
-    buffers: tuple[tuple[nn.Module, str], ...]
-    writes: bool
-    graph_bytes: int
-    output_bytes: int
-    input_bytes: int
-    has_loose: bool
+    buffers: tuple[tuple[nn.Module, str], ...]  # that were written: (master module, name)
+    writes: bool  # whether other attributes of modules were written
+    graph_bytes: int  # what the local graph held, besides parameters, arguments and results
+    output_bytes: int  # of all slots
+    input_bytes: int  # of the tensor arguments then
+    has_loose: bool  # whether the local graph leads to leaves that are not the replica's, see [Note: loose parameters]
 
     def bytes_for(self, input_bytes: int) -> tuple[int, int]:
         """(output, graph) bytes of a call with arguments of so many bytes: in proportion to those of the first one.

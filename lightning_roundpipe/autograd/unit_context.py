@@ -21,27 +21,16 @@ NOT_REDIRECTED = 0, None, None  # see `InsideUnit.streams`
 
 @dataclass(slots=True)
 class UnitContext:
-    """What the units of one micro-batch run with.
+    """What the units of one micro-batch run with."""
 
-    Attributes:
-        state: of the micro-batch in user code.
-        lock: the user-code lock of the step.
-        anchor: makes every cut require a gradient, see [Note: loose parameters] in :mod:`usercode.loose_gradients`.
-        activations: what the micro-batch brings along from device to device.
-        weights: the low-precision copies of the masters.
-        saves_kept: whether inputs are saved for calls whose graph is kept, too: their backward may come too late.
-        compiler: runs units compiled; None to run them as they are.
-        inside: open while a unit runs.
-    """
-
-    state: UserCodeState
-    lock: UserCodeLock
-    anchor: Tensor
-    activations: TravellingActivations
-    weights: WorkingCopies
-    saves_kept: bool
-    compiler: UnitCompiler | None
-    inside: InsideUnit
+    state: UserCodeState  # of the micro-batch in user code
+    lock: UserCodeLock  # of the step
+    anchor: Tensor  # makes every cut require a gradient, see [Note: loose parameters] in `usercode.loose_gradients`
+    activations: TravellingActivations  # what the micro-batch brings along from device to device
+    weights: WorkingCopies  # the low-precision copies of the masters
+    saves_kept: bool  # whether inputs are saved for calls whose graph is kept, too: their backward may come too late
+    compiler: UnitCompiler | None  # runs units compiled; None to run them as they are
+    inside: InsideUnit  # open while a unit runs
 
 
 class InsideUnit(UnitWrites):

@@ -33,16 +33,11 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 @dataclass(slots=True)
 class WrittenAttribute:
-    """A plain attribute that a unit wrote, or a list or dict there that it filled.
+    """A plain attribute that a unit wrote, or a list or dict there that it filled."""
 
-    Attributes:
-        module: the master, or another module.
-        name, value: of the attribute; its new tensors belong to the unit.
-    """
-
-    module: nn.Module
+    module: nn.Module  # the master, or another module
     name: str
-    value: Any
+    value: Any  # its new tensors belong to the unit
     _leaves: list[Any] = field(default_factory=list)
     _structure: Any = None
     _slots: dict[int, Slot] = field(default_factory=dict)  # index of a leaf of the value -> of the call
@@ -80,22 +75,14 @@ class WrittenAttribute:
 
 @dataclass(slots=True)
 class UnitResult:
-    """What one execution of a unit gave.
+    """What one execution of a unit gave."""
 
-    Attributes:
-        leaves, structure: the returned value, see :mod:`~lightning_roundpipe.common.trees`.
-        slots: every tensor that left the unit, by slot.
-        written: plain attributes that the unit wrote.
-        draws: from where it drew random numbers, as far as that was watched.
-        was_compiled: whether the unit was compiled in this run, which took most of the time.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # with the structure: the returned value, see `common.trees`
     structure: Any
-    slots: dict[Slot, Tensor]
+    slots: dict[Slot, Tensor]  # every tensor that left the unit, by slot
     written: list[WrittenAttribute] = field(default_factory=list)
-    draws: Draws = field(default_factory=Draws)
-    was_compiled: bool = False
+    draws: Draws = field(default_factory=Draws)  # from where it drew random numbers, as far as that was watched
+    was_compiled: bool = False  # whether the unit was compiled in this run, which took most of the time
 
 
 def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> UnitResult:
@@ -246,7 +233,7 @@ def _forward_watched(
         if has_saved_tensor_hooks():
             # Those of non-reentrant activation checkpointing in user code must not see the tensors of a unit. What is
             # kept instead must not lead to the graph: a node that keeps its own result would never be freed.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _identity))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor))
         seed = _seed(context, call)
         foreign = private = None
         if draws.foreign:
@@ -290,10 +277,6 @@ def _check_containers(call: Call, leaves: list[Any], given: Any) -> None:
             "or dict as the attribute, or make the module around it the unit with "
             "RoundPipeStrategy(units=[TheClassAroundIt])"
         )
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def autocast_as(device_type: str, wanted: tuple[bool, torch.dtype]) -> contextlib.AbstractContextManager[Any]:

@@ -43,6 +43,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import nn
@@ -59,44 +60,30 @@ from .outputs import without_graph
 _RECHECK_S = 2.0
 
 
+@dataclass(eq=False)
 class UserCodeState:
-    """What belongs to one micro-batch while it runs user code.
+    """What belongs to one micro-batch while it runs user code."""
 
-    Args:
-        autocast_device: device type of autocast, ``"cpu"`` or that of the GPUs.
-
-    Attributes:
-        overlay: attribute values of this micro-batch, valid while another one holds the lock.
-        copies: the lists and dicts of its own.
-        unit_writes: where writes go while the thread is inside a unit; None outside units.
-        is_recomputing: whether the thread runs a unit again, for its backward: its effects outside are there.
-        lock: of the step; None when no step runs.
-        call_unit: runs a unit; None while the thread is inside one.
-        mode: what brings operands of user code to one device, see [Note: implicit transfers]; None in user code, where
-            it is on the thread's stack of modes.
-        meet: brings the micro-batch to a barrier, see [Note: barriers]; None where there are none.
-        on_module_hook: called when user code registers a forward hook on a module.
-        own_hooks: hooks on modules that this micro-batch has registered, by (id of the module, code).
-        recomputed: gives what a checkpoint has to run again in the backward, for a function that it runs now.
-        on_late_code: called when user code wants something in the backward: a checkpoint, a hook on a tensor.
-    """
-
-    def __init__(self, index: int, seed: int, autocast_device: str = "cpu") -> None:
-        self.index = index
-        self.seed = seed
-        self.autocast_device = autocast_device
-        self.overlay: Attributes = {}
-        self.copies = Copies()
-        self.unit_writes: UnitWrites | None = None
-        self.is_recomputing = False
-        self.lock: UserCodeLock | None = None
-        self.call_unit: Callable[..., Any] | None = None
-        self.mode: TorchFunctionMode | None = None
-        self.meet: Callable[..., Any] | None = None
-        self.on_module_hook: Callable[[], None] = lambda: None
-        self.own_hooks: dict[tuple[int, Any], list[Any]] = {}
-        self.recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
-        self.on_late_code: Callable[[], None] = lambda: None
+    index: int
+    seed: int
+    autocast_device: str = "cpu"  # device type of autocast, that of the GPUs if there are any
+    overlay: Attributes = field(default_factory=dict)  # its values of attributes, valid while another one has the lock
+    copies: Copies = field(default_factory=Copies)  # the lists and dicts of its own
+    unit_writes: UnitWrites | None = None  # where writes go while the thread is inside a unit; None outside units
+    is_recomputing: bool = False  # whether a unit runs again, for its backward: its effects outside are there
+    lock: UserCodeLock | None = None  # of the step; None when no step runs
+    call_unit: Callable[..., Any] | None = None  # runs a unit; None while the thread is inside one
+    # What brings operands of user code to one device, see [Note: implicit transfers]; None in user code, where it is on
+    # the thread's stack of modes.
+    mode: TorchFunctionMode | None = None
+    meet: Callable[..., Any] | None = None  # brings it to a barrier, see [Note: barriers]; None where there are none
+    on_module_hook: Callable[[], None] = lambda: None  # called when user code registers a forward hook on a module
+    # Hooks on modules that this micro-batch has registered, by (id of the module, code).
+    own_hooks: dict[tuple[int, Any], list[Any]] = field(default_factory=dict)
+    # Gives what a checkpoint has to run again in the backward, for a function that it runs now.
+    recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
+    # Called when user code wants something in the backward: a checkpoint, a hook on a tensor.
+    on_late_code: Callable[[], None] = lambda: None
 
 
 class UserCodeLock:
