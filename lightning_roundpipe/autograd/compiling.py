@@ -221,17 +221,13 @@ class UnitCompiler:
         )
 
 
-def without_flags(leaves: list[Any]) -> tuple[list[Any], dict[int, Tensor]]:
-    """Without grad mode, arguments that do not require a gradient; and which tensor each replaces, by id.
+def without_flags(leaves: list[Any]) -> list[Any]:
+    """Arguments that do not require a gradient, for a run without a graph.
 
     Torch would compile a unit twice: for arguments from the same device, which still carry the flag, and for arguments
     that have come from elsewhere, which do not.
     """
-    if torch.is_grad_enabled():
-        return leaves, {}
-    plain = {id(x): x.detach() for x in leaves if isinstance(x, Tensor) and x.requires_grad}
-    given = [plain.get(id(x), x) for x in leaves]
-    return given, {id(new): x for new, x in zip(given, leaves, strict=True) if new is not x}
+    return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,7 +22,6 @@ from ..usercode.collected_lists import Attribute
 from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
 from ..weights.parameters import Replica
-from .compiling import without_flags
 from .fills import Fills, plain
 from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Slot
@@ -94,12 +93,9 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     Raises:
         RuntimeError: if the unit puts something into a container that it was given.
     """
-    originals: dict[int, Tensor] = {}
     here = replica.device.torch_device
     if here.type != "cpu":  # user code knows other devices: the host, and those of earlier calls
         leaves = [here if type(x) is torch.device and x.type in ("cpu", here.type) else x for x in leaves]
-    if context.compiler is not None and call.facts is not None:
-        leaves, originals = without_flags(leaves)
     (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
     previous = _set_side(context, call, replica, side) if call.side else ()
     fills = Fills(replica, learns=call.facts is None) if call.facts is None or call.unit.fills else None
@@ -127,7 +123,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         for module, name, value in previous:
             assign(module, name, value)
     written = [_of_master(context, replica, *one) for one in (*filled, *inside.written)]
-    found = _result_of(call, result, originals, written, leaves)
+    found = _result_of(call, result, written, leaves)
     found.draws, found.was_compiled = drawn, was_compiled
     return found
 
@@ -141,14 +137,10 @@ def _note_devices(error: RuntimeError, unit_name: str) -> None:
         )
 
 
-def _result_of(
-    call: Call, result: Any, originals: dict[int, Tensor], written: list[Attribute], given: list[Any]
-) -> UnitResult:
+def _result_of(call: Call, result: Any, written: list[Attribute], given: list[Any]) -> UnitResult:
     """What the unit gave, what its hooks were shown, and the tensors that it wrote on modules, by slot."""
     leaves: list[Any] = []
     structure = trees.flatten(result, leaves)
-    if originals:  # what is given back is recognised by its identity
-        leaves = [originals.get(id(x), x) for x in leaves]
     slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     slots.update(call.relayed)
     attributes = [WrittenAttribute(*one) for one in written]

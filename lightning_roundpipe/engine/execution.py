@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.compiling import without_flags
 from ..autograd.recompute import Call, Facts, Receiver, Slot, flagged_of, leave_graph
 from ..autograd.undo import Buffers, buffers_of, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter
@@ -168,6 +169,8 @@ def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) 
     try:
         if graph:
             enter(call, given, context.anchor)
+        elif context.compiler is not None and facts is not None:
+            given = without_flags(given)
         run = _run_watched if facts is None else run_unit
         result = run(context, call, replica, given)
     finally:
