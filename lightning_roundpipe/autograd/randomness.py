@@ -58,6 +58,7 @@ def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+@functools.cache
 def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
@@ -104,9 +105,8 @@ class PrivateRandomness(ThreadsDispatchMode):
         self.draws = replace(self.draws, host=True)
         if any(isinstance(arg, torch.Generator) for arg in args):
             return func(*(self._generator if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
-        if (
-            _takes_generator(func) or kwargs.get("generator") is not None
-        ):  # the user's own generator would move on twice
+        # The user's own generator would move on twice.
+        if _takes_generator(func) or kwargs.get("generator") is not None:
             return func(*args, **{**kwargs, "generator": self._generator})
         with self._exclusive():
             default = torch.default_generator
