@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..common.attributes import ALL, CELL, MISSING, Attributes, assign, is_container, read
 from .outputs import brought_home
 
-Attribute = tuple[nn.Module, str, Any]  # module, name, value
+Attribute = tuple[Any, str, Any]  # module or another place, see common.attributes; name; value
 # Merges what the micro-batches have put in one place; told ``given_at_once=True`` of lists that have extended a list.
 Merge = Callable[..., Any]
 # Module, name of an attribute, its value before the step, one value per micro-batch.
