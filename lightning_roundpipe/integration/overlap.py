@@ -23,7 +23,7 @@ from ..common.sizes import num_bytes_of
 from ..engine.runner import Engine
 from ..optimizer.clipping import clip_factor
 from ..optimizer.stale import StaleWeights
-from ..optimizer.state import unguard
+from ..optimizer.state import plain_state
 from ..optimizer.updates import Updates, share_memory, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
@@ -187,7 +187,7 @@ class OptimizerOverlap:
             self.wait()
         finally:
             for optimizer in self._guarded:
-                unguard(optimizer)
+                optimizer.state = plain_state(optimizer)  # type: ignore[assignment]
             self._guarded.clear()
             if self._sharding is not None:
                 self._sharding.finish()

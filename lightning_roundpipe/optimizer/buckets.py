@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ..common.fingerprints import version_of
 from ..common.sizes import num_bytes_of
 from .stale import StaleWeights
-from .state import GuardedState
 
 # Of a group, but for its weights.
 Options = dict[str, Any]
@@ -55,7 +54,7 @@ class Bucket:
     Args:
         gradients: of these weights.
         options: of these weights, and maybe others; see :func:`options_of`.
-        state: of the whole optimizer.
+        state: of the whole optimizer, see :func:`plain_state`.
         factor: a number that the gradients are multiplied by first.
         stale: takes snapshots of the updated weights.
     """
@@ -65,11 +64,11 @@ class Bucket:
         optimizer: Optimizer,
         gradients: Mapping[nn.Parameter, Tensor],
         options: Mapping[nn.Parameter, Options],
-        state: GuardedState,
+        state: dict[Any, Any],
         factor: Tensor | None = None,
         stale: StaleWeights | None = None,
     ) -> None:
-        self._home = state
+        self._state = state
         self._stale = stale
         # A factor of one would change nothing.
         self._factor = None if factor is None or factor.item() == 1.0 else factor
@@ -84,8 +83,8 @@ class Bucket:
         self._groups: dict[int, tuple[Options, dict[str, Any]]] = {}  # options as they were, group of the part
         for parameter, shadow in self._shadows.items():
             shadow.grad = gradients[parameter]
-            if (known := state.lend(parameter)) is not None:
-                part.state[shadow] = known
+            if parameter in state:
+                part.state[shadow] = state[parameter]
             own = options[parameter]
             self._groups.setdefault(id(own), (own, {**own, "params": []}))[1]["params"].append(shadow)
         part.param_groups = [group for _, group in self._groups.values()]
@@ -112,7 +111,7 @@ class Bucket:
         finally:
             for parameter, shadow in self._shadows.items():
                 if shadow in self._optimizer.state:
-                    self._home.take_back(parameter, self._optimizer.state[shadow])
+                    self._state[parameter] = self._optimizer.state[shadow]
                 shadow.grad = None
         if self._stale is not None:
             for parameter, shadow in self._shadows.items():

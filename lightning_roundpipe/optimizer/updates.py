@@ -32,7 +32,7 @@ from ..weights.low_precision import WorkingCopies
 from .buckets import Bucket, buckets_of, options_of
 from .sharding import Shards
 from .stale import StaleWeights
-from .state import GuardedState
+from .state import GuardedState, plain_state
 
 _SEPARABLE = tuple(
     getattr(torch.optim, name)
@@ -55,7 +55,7 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
     kind = type(optimizer)
     if kind not in _SEPARABLE and not getattr(kind, "is_separable", False):
         return f"{kind.__name__} is not known to update each parameter by itself"
-    if kind not in _SEPARABLE and any(not isinstance(key, nn.Parameter) for key in _keys(optimizer)):
+    if kind not in _SEPARABLE and any(not isinstance(key, nn.Parameter) for key in list(plain_state(optimizer))):
         return f"{kind.__name__} keeps state that belongs to no parameter"
     hooks = (
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
@@ -96,11 +96,6 @@ def refuse_plain_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         "shard_optimizer=True each rank would update its own weights only: call step of self.optimizers(), without "
         "arguments"
     )
-
-
-def _keys(optimizer: Optimizer) -> list[Any]:
-    state = optimizer.state
-    return state.peek_keys() if isinstance(state, GuardedState) else list(state)
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
@@ -170,7 +165,7 @@ class Updates:
                         result = closure()
             finally:
                 self._closing = None
-            fresh = _without_state(optimizer)
+            fresh = self._without_state(optimizer)
             self.start(optimizer, order(), self._factor)
             if fresh:
                 self._wait_for_state(optimizer, fresh)
@@ -223,7 +218,8 @@ class Updates:
                 torch.autograd.graph.increment_version(parameter)
 
         def step_of(parameters: list[nn.Parameter]) -> Callable[[], None]:
-            return Bucket(optimizer, {p: gradients[p] for p in parameters}, options, state, factor, self._stale).step
+            own = {p: gradients[p] for p in parameters}
+            return Bucket(optimizer, own, options, state.plain, factor, self._stale).step
 
         if shards is None:
             works = [(parameters, step_of(parameters)) for parameters in buckets_of(gradients, order)]
@@ -239,6 +235,12 @@ class Updates:
         except BaseException:  # no thread could be started, or Ctrl-C
             update.cancel()
             raise
+
+    def _without_state(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The weights to be updated that have no state yet but may get some."""
+        state = self.guard(optimizer)
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [p for p in updated if p not in state.plain and p not in state.stateless]
 
     def _wait_for_state(self, optimizer: Optimizer, fresh: list[nn.Parameter]) -> None:
         """The first update of weights is waited for: the state made for them depends on the default dtype, which
@@ -282,15 +284,3 @@ class Updates:
         """Blocks until no update is under way, whatever becomes of it."""
         if (last := self._last) is not None:  # another one may begin while several threads wait
             last.await_end()
-
-
-def _without_state(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The weights to be updated that have no state yet but may get some."""
-    state = optimizer.state
-
-    def is_known(parameter: nn.Parameter) -> bool:
-        if isinstance(state, GuardedState):
-            return state.lend(parameter) is not None or parameter in state.stateless
-        return parameter in state
-
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not is_known(p)]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optimizer.state import GuardedState
+from ..optimizer.state import plain_state
 from ..planning.quantities import format_bytes
 from ..weights.futures import unwaited
 
@@ -109,8 +109,7 @@ def allocated_bytes(root: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     parameters = list(root.parameters())
     with unwaited():
         gradients = [p.grad for p in parameters if p.grad is not None]
-    entries = [o.state.peek() if isinstance(o.state, GuardedState) else o.state.values() for o in optimizers]
-    states = [tensor for known in entries for state in known for tensor in _tensors(state)]
+    states = [tensor for o in optimizers for state in list(plain_state(o).values()) for tensor in _tensors(state)]
     return sum(_bytes_of(tensor) for tensor in (*parameters, *root.buffers(), *gradients, *states))
 
 
