@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..common.attributes import attribute_set
-from ..optimizer.clipping import norms_of
+from ..optimizer.clipping import norms
 from ..optimizer.sharded_state import gathered_state
 from ..optimizer.sharding import Shards
 from ..optimizer.updates import refuse_plain_step
@@ -86,7 +86,7 @@ class Sharding:
 
     def clip_factor(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """What the gradients of all ranks are to be multiplied by; a collective."""
-        mine = math.hypot(*map(float, norms_of(self._gradients(optimizer), torch.get_num_threads())))
+        mine = math.hypot(*map(float, norms(self._gradients(optimizer), torch.get_num_threads())))
         rows = self._group.exchange([mine], "the norm of gradients")
         total = math.hypot(*(norm for (norm,) in rows))
         return torch.clamp(torch.tensor(max_norm / (total + 1e-6)), max=1.0)
