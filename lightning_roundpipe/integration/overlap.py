@@ -6,7 +6,7 @@ Clipping by norm leaves its multiplication to them: see [Note: clipping by norm]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +27,7 @@ from ..optimizer.state import plain_state
 from ..optimizer.updates import Updates, share_memory, why_not_separable
 from ..options import RoundPipeOptions
 from ..reporting.host_memory import trained_by
+from ..weights.futures import ParameterFuture
 from .sharding import Sharding, sharding_refused
 
 # Less is updated before a thread has begun.
@@ -56,8 +57,11 @@ class OptimizerOverlap:
         self._sharding = sharding
         self._stale = StaleWeights() if options.optimizer_overlap == "stale" else None
         self._stale_after_steps = options.stale_after_steps
-        copies = (lambda: engine().working_copies) if self._stale is None else None
-        self._updates = Updates(num_threads, self._stale, copies, None if sharding is None else sharding.shards)
+
+        def updating(weights: Collection[nn.Parameter]) -> Callable[[ParameterFuture], None]:
+            return (self._stale or engine().working_copies).updating(weights)
+
+        self._updates = Updates(num_threads, updating, None if sharding is None else sharding.shards)
         self._engine = engine
         self._module: pl.LightningModule | None = None
         self._is_scripted = False

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..common.fingerprints import version_of
 from ..common.sizes import num_bytes_of
-from .stale import StaleWeights
 
 # Of a group, but for its weights.
 Options = dict[str, Any]
@@ -56,7 +55,6 @@ class Bucket:
         options: of these weights, and maybe others; see :func:`options_of`.
         state: of the whole optimizer, see :func:`plain_state`.
         factor: a number that the gradients are multiplied by first.
-        stale: takes snapshots of the updated weights.
     """
 
     def __init__(
@@ -66,10 +64,8 @@ class Bucket:
         options: Mapping[nn.Parameter, Options],
         state: dict[Any, Any],
         factor: Tensor | None = None,
-        stale: StaleWeights | None = None,
     ) -> None:
         self._state = state
-        self._stale = stale
         # A factor of one would change nothing.
         self._factor = None if factor is None or factor.item() == 1.0 else factor
         self._shadows = {parameter: _shadow_of(parameter) for parameter in gradients}
@@ -113,9 +109,6 @@ class Bucket:
                 if shadow in self._optimizer.state:
                     self._state[parameter] = self._optimizer.state[shadow]
                 shadow.grad = None
-        if self._stale is not None:
-            for parameter, shadow in self._shadows.items():
-                self._stale.refill(parameter, shadow)
 
     def _beside(self) -> dict[str, Any]:
         """What must be the same after the step, by what is the matter if it is not."""

@@ -32,7 +32,6 @@ from ..ranks.buckets import Owners
 from ..ranks.group import RankGroup
 from ..weights.futures import unwaited
 from . import buckets
-from .stale import StaleWeights
 
 Work = tuple[list[nn.Parameter], Callable[[], None]]
 
@@ -98,17 +97,13 @@ class Shards(Owners):
         return [weight for weight, *flags in zip(order, *rows, strict=True) if any(flags)]
 
     def works(
-        self,
-        updated: Iterable[nn.Parameter],
-        step_of: Callable[[list[nn.Parameter]], Callable[[], None]],
-        stale: StaleWeights | None,
+        self, updated: Iterable[nn.Parameter], step_of: Callable[[list[nn.Parameter]], Callable[[], None]]
     ) -> list[Work]:
         """What the thread of an update is to do, round by round.
 
         Args:
             updated: see :meth:`agree`.
             step_of: gives what updates these weights, which are this rank's.
-            stale: takes snapshots of the updated weights.
         """
         rounds: list[list[nn.Parameter]] = []
         num_bytes: dict[int, int] = {}
@@ -119,51 +114,39 @@ class Shards(Owners):
                 num_bytes = {}
             rounds[-1].append(weight)
             num_bytes[owner] = num_bytes.get(owner, 0) + weight.nbytes
-        return [(weights, self._round(weights, step_of, stale)) for weights in rounds]
+        return [(weights, self._round(weights, step_of)) for weights in rounds]
 
     def _round(
-        self,
-        updated: list[nn.Parameter],
-        step_of: Callable[[list[nn.Parameter]], Callable[[], None]],
-        stale: StaleWeights | None,
+        self, updated: list[nn.Parameter], step_of: Callable[[list[nn.Parameter]], Callable[[], None]]
     ) -> Callable[[], None]:
-        of_ranks: list[dict[nn.Parameter, Tensor]] = [{} for _ in range(self.group.size)]
+        of_ranks: list[list[Tensor]] = [[] for _ in range(self.group.size)]
         with unwaited():
             for weight in updated:
-                of_ranks[self._owners[weight]][weight] = weight.data
-        mine = list(of_ranks[self.group.rank])
+                of_ranks[self._owners[weight]].append(weight.data)
+        mine = [weight for weight in updated if self.is_mine(weight)]
         what = f"the update of {self._names[updated[0]]} in optimizer step {self._num_updates}"
-        return functools.partial(_take_turn, self.group, of_ranks, [step_of(mine)] if mine else [], what, stale)
+        return functools.partial(_take_turn, self.group, of_ranks, step_of(mine) if mine else None, what)
 
 
 @torch.no_grad()
 def _take_turn(
-    group: RankGroup,
-    of_ranks: Sequence[Mapping[nn.Parameter, Tensor]],
-    steps: list[Callable[[], None]],
-    what: str,
-    stale: StaleWeights | None,
+    group: RankGroup, of_ranks: Sequence[Sequence[Tensor]], step: Callable[[], None] | None, what: str
 ) -> None:
     """One round of an update, on its thread.
 
     Args:
-        of_ranks: the weights that each rank owns, with their memory.
-        steps: updates what this rank owns, if that is anything; is empty afterwards, as it holds gradients.
+        of_ranks: the memory of the weights that each rank owns.
+        step: updates what this rank owns, if that is anything.
     """
-    for step in steps:
+    if step is not None:
         step()
-    steps.clear()
-    parts = [_bytes_of(memory.contiguous()) for memory in of_ranks[group.rank].values()]
+    parts = [_bytes_of(memory.contiguous()) for memory in of_ranks[group.rank]]
     mine = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
-    sizes = [num_bytes_of(theirs.values()) for theirs in of_ranks]
+    sizes = [num_bytes_of(theirs) for theirs in of_ranks]
     for rank, (theirs, found) in enumerate(zip(of_ranks, group.share(mine, sizes, what), strict=True)):
-        if rank == group.rank:
-            continue
-        parts = list(torch.split(found, [memory.nbytes for memory in theirs.values()]))
-        for (weight, memory), part in zip(theirs.items(), parts, strict=True):
-            _fill(memory, part)
-            if stale is not None:
-                stale.refill(weight, memory)
+        if rank != group.rank:
+            for memory, part in zip(theirs, torch.split(found, [memory.nbytes for memory in theirs]), strict=True):
+                _fill(memory, part)
 
 
 def _fill(memory: Tensor, found: Tensor) -> None:

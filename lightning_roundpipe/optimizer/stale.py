@@ -28,14 +28,14 @@ that happens to a weight, and so is computed with two steps later.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from ..common.fingerprints import Fingerprint, fingerprint_of
 from ..common.sizes import num_bytes_of
-from ..weights.futures import replaced, unwaited
+from ..weights.futures import ParameterFuture, State, replaced, unwaited
 
 
 class _Snapshots:
@@ -45,6 +45,7 @@ class _Snapshots:
         self.tensors: dict[Fingerprint, Tensor] = {}
         self.used: Fingerprint | None = None  # the version that steps compute with
         self._latest: Fingerprint | None = None  # of the weight, as the last update has left it
+        self._updated: Tensor | None = None  # the memory of the weight, which an update is writing
 
     def current(self, weight: nn.Parameter) -> Tensor:
         """What the next step computes with; waits for the weight if anything but an update has written it."""
@@ -53,20 +54,23 @@ class _Snapshots:
         if self.used is None or self.used not in self.tensors or now != self._latest:
             data = weight.detach()
             self.used = None  # its memory may be taken
-            self.make(now, data)
+            self._make(now, data)
             self.used = self._latest = now
         return self.tensors[self.used]
 
-    def note_update(self, before: Fingerprint, after: Fingerprint) -> None:
-        """An update begins, and has raised the version of the weight."""
-        self.used, self._latest = before, after
+    def note_update(self, weight: nn.Parameter, *, is_updated: bool) -> None:
+        """An update begins, which raises the version of the weight if it is updated."""
+        self.used = fingerprint_of(weight)
+        self._latest = self.used._replace(version=self.used.version + is_updated)
+        self._updated = weight.data
 
-    def make_latest(self, data: Tensor) -> None:
-        """Makes the snapshot of the weight's data after the update, if the snapshots are older than the update."""
-        if self._latest is not None:
-            self.make(self._latest, data)
+    def make_latest(self) -> None:
+        """Makes the snapshot of the weight after its update, if the snapshots are older than the update."""
+        data, self._updated = self._updated, None
+        if data is not None and self._latest is not None:
+            self._make(self._latest, data)
 
-    def make(self, version: Fingerprint, data: Tensor) -> None:
+    def _make(self, version: Fingerprint, data: Tensor) -> None:
         """Makes the snapshot of a version, in memory that no step needs any more."""
         known = next((self.tensors.pop(other) for other in list(self.tensors) if other != self.used), None)
         self.tensors[version] = _filled(known, data)
@@ -91,20 +95,18 @@ class StaleWeights:
         with replaced({weight: snapshots.current(weight) for weight, snapshots in self._snapshots.items()}):
             yield
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around the moment at which an update begins and the versions of its weights are raised."""
+    def updating(self, weights: Collection[nn.Parameter]) -> Callable[[ParameterFuture], None]:
+        """An update of ``weights`` begins; what is to be called on its thread for each bucket that it has written."""
         with unwaited():
-            before = [fingerprint_of(weight) for weight in self._snapshots]
-        yield
-        with unwaited():
-            for (weight, snapshots), version in zip(self._snapshots.items(), before, strict=True):
-                snapshots.note_update(version, fingerprint_of(weight))
+            for weight, snapshots in self._snapshots.items():
+                snapshots.note_update(weight, is_updated=weight in weights)
+        return self._finish
 
-    def refill(self, weight: nn.Parameter, data: Tensor) -> None:
-        """On the thread of the update, before its future is ready: ``data`` is what it has made of ``weight``."""
-        if (snapshots := self._snapshots.get(weight)) is not None:
-            snapshots.make_latest(data)
+    def _finish(self, future: ParameterFuture) -> None:
+        for weight in future.parameters:
+            if (snapshots := self._snapshots.get(weight)) is not None:
+                snapshots.make_latest()
+        future.turn(State.READY)
 
     @property
     def host_bytes(self) -> int:

@@ -15,7 +15,7 @@ This holds for optimizers whose update of a weight depends on that weight, its g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,11 +27,9 @@ from torch.optim import optimizer as optimizer_module
 from ..common.attributes import attribute_set
 from ..common.sizes import extent_of
 from ..weights.events import tell
-from ..weights.futures import Training, Update, can_be_pending, take_unseen, unwaited
-from ..weights.low_precision import WorkingCopies
+from ..weights.futures import ParameterFuture, Training, Update, can_be_pending, take_unseen, unwaited
 from .buckets import Bucket, buckets_of, options_of
 from .sharding import Shards
-from .stale import StaleWeights
 from .state import GuardedState, plain_state
 
 _SEPARABLE = tuple(
@@ -117,22 +115,19 @@ class Updates:
 
     Args:
         num_threads: intra-op threads of the updates.
-        stale: takes snapshots of the updated weights, see [Note: stale weights] in :mod:`optimizer.stale`; None if no
-            step computes with them.
-        copies: gives the low-precision copies that are made anew with the weights; None for none.
+        updating: is called with the weights when an update of them begins; gives what is called on its thread for each
+            bucket that it has written, see :class:`Update`. None for nothing.
         shards: of the ranks; None if each updates all weights.
     """
 
     def __init__(
         self,
         num_threads: int,
-        stale: StaleWeights | None = None,
-        copies: Callable[[], WorkingCopies] | None = None,
+        updating: Callable[[Collection[nn.Parameter]], Callable[[ParameterFuture], None]] | None = None,
         shards: Shards | None = None,
     ) -> None:
         self._num_threads = num_threads
-        self._stale = stale
-        self._copies = copies
+        self._updating = updating
         self._shards = shards
         self._training = Training()
         self._last: Update | None = None
@@ -212,20 +207,17 @@ class Updates:
         updated = list(gradients) if shards is None else shards.agree(options, gradients)
         if not updated:
             return
-        with contextlib.nullcontext() if self._stale is None else self._stale.updating():
-            for parameter in updated:
-                # What is copied to devices was made of the old values.
-                torch.autograd.graph.increment_version(parameter)
+        finish = None if self._updating is None else self._updating(dict.fromkeys(updated))
+        torch.autograd.graph.increment_version(updated)  # what is on devices was made of the old values
 
         def step_of(parameters: list[nn.Parameter]) -> Callable[[], None]:
             own = {p: gradients[p] for p in parameters}
-            return Bucket(optimizer, own, options, state.plain, factor, self._stale).step
+            return Bucket(optimizer, own, options, state.plain, factor).step
 
         if shards is None:
             works = [(parameters, step_of(parameters)) for parameters in buckets_of(gradients, order)]
         else:
-            works = shards.works(updated, step_of, self._stale)
-        finish = None if self._copies is None else self._copies().updating()
+            works = shards.works(updated, step_of)
         update = Update(works, self._training, self._last, self._num_threads, finish)
         try:
             update.start()

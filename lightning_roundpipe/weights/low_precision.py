@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -151,8 +151,8 @@ class WorkingCopies:
         with unwaited():
             copy.data.copy_(master.detach())
 
-    def updating(self) -> Callable[[ParameterFuture], None]:
-        """An update begins; what is to be called on its thread for each bucket that it has written."""
+    def updating(self, weights: Collection[nn.Parameter]) -> Callable[[ParameterFuture], None]:
+        """An update of ``weights`` begins; what is to be called on its thread for each bucket that it has written."""
         num_steps = self._num_steps
 
         def finish(future: ParameterFuture) -> None:

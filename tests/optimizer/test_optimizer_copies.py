@@ -31,7 +31,7 @@ class Trained:
         self.weights = make_weights(shapes=((4, 3), (4,), (2, 4)))
         self.optimizer = Gated(self.weights)
         self.copies = WorkingCopies()
-        self.updates = Updates(1, copies=lambda: self.copies)
+        self.updates = Updates(1, self.copies.updating)
         self.converted: list[str] = []
         monkeypatch.setattr(events, "observer", self._note)
 

@@ -42,7 +42,7 @@ class Training:
         self.weights = list(self.net.parameters())
         self.optimizer = make(self.weights)
         self.stale = StaleWeights()
-        self.updates = Updates(1, self.stale)
+        self.updates = Updates(1, self.stale.updating)
         self.used: list[list[Tensor]] = []
 
     def gradients(self, x: Tensor) -> list[Tensor]:

@@ -272,7 +272,7 @@ def test_a_signal_handler_looks_at_weights_around_a_stale_step(make_untouched: C
     line, is_there = 0, True
     while is_there:
         held, seen, stale = make_untouched(), [], StaleWeights()
-        held.updates = Updates(1, stale)
+        held.updates = Updates(1, stale.updating)
         with stale.computing(held.weights):
             pass
         held.updates.start(held.optimizer, held.order)
