@@ -171,7 +171,7 @@ def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) 
             enter(call, given, context.anchor)
         elif context.compiler is not None and facts is not None:
             given = without_flags(given)
-        run = _run_watched if facts is None else run_unit
+        run = _run_watched if facts is None and not replica.device.aliases_host else run_unit
         result = run(context, call, replica, given)
     finally:
         torch._C._set_grad_enabled(before)
@@ -204,8 +204,7 @@ def _hand_back(call: Call, leaves: list[Any], arrived: list[Any]) -> None:
 
 def _run_watched(context: UnitContext, call: Call, replica: Replica, given: list[Any]) -> UnitResult:
     """A run from which it is also learned in which dtypes the unit uses its weights."""
-    travels = not replica.device.aliases_host
-    with context.weights.learning(call.autocast, call.unit, replica.module, replica.leaves, travels=travels) as casts:
+    with context.weights.learning(call.autocast, call.unit, replica.module, replica.leaves) as casts:
         result = run_unit(context, call, replica, given)
         if casts is not None:
             casts.note_results(result.slots.values())

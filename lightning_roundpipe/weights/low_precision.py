@@ -56,12 +56,10 @@ class _Evidence:
 
     Attributes:
         autocast: the state in which it was called; None if there were several.
-        travels: whether it runs on devices with memory of their own.
         uses: of its parameters, the worst of all runs.
     """
 
     autocast: Autocast | None
-    travels: bool = True
     uses: dict[nn.Parameter, Use] = field(default_factory=dict)
 
 
@@ -224,7 +222,7 @@ class WorkingCopies:
             sizes = {
                 master: master.numel() * self._dtype_of(unit, master).itemsize
                 for (unit, trains), evidence in self._evidence.items()
-                if evidence.travels and trains == self._trains
+                if trains == self._trains
                 for master in evidence.uses
                 if self._dtype_of(unit, master) != master.dtype
             }
@@ -242,40 +240,28 @@ class WorkingCopies:
 
     @contextlib.contextmanager
     def learning(
-        self,
-        autocast: Autocast,
-        unit: Unit,
-        module: nn.Module,
-        leaves: Mapping[nn.Parameter, nn.Parameter],
-        *,
-        travels: bool,
+        self, autocast: Autocast, unit: Unit, module: nn.Module, leaves: Mapping[nn.Parameter, nn.Parameter]
     ) -> Iterator[CastWatch | None]:
         """Around a run of ``unit`` in its full form, in this state of autocast: learns from it.
 
         Args:
             module: its replica.
             leaves: parameters of the replica, with their masters.
-            travels: whether it runs on a device with memory of its own.
         """
-        # Where nothing travels there is no low form, but see gradient_dtypes.
-        has_use = travels or (self._trains and autocast[1] is torch.float16)
-        if not autocast[0] or not has_use:
+        if not autocast[0]:
             yield None
             return
-        watch = CastWatch(leaves, autocast[1])
-        with watch:
+        with CastWatch(leaves, autocast[1]) as watch:
             yield watch
         uses = {master: use for leaf, master in leaves.items() if (use := watch.use_of(leaf)) is not None}
         for leaf in in_doubt(module):
             uses[leaves[leaf]] = Use.OTHER
-        self.note_run(unit, autocast, uses, travels=travels)
+        self.note_run(unit, autocast, uses)
 
-    def note_run(
-        self, unit: Unit, autocast: Autocast, uses: Mapping[nn.Parameter, Use], *, travels: bool = True
-    ) -> None:
+    def note_run(self, unit: Unit, autocast: Autocast, uses: Mapping[nn.Parameter, Use]) -> None:
         """Notes what a run of ``unit`` in its full form has made of its parameters."""
         with self._lock:
-            evidence = self._evidence.setdefault((unit, self._trains), _Evidence(autocast, travels))
+            evidence = self._evidence.setdefault((unit, self._trains), _Evidence(autocast))
             if evidence.autocast != autocast:
                 evidence.autocast = None
             for master, use in uses.items():
@@ -289,7 +275,7 @@ class WorkingCopies:
             autocast: its state at the call that is to be run; None if that is not known yet.
         """
         evidence = self._evidence.get((unit, self._trains))
-        if evidence is None or not evidence.travels:
+        if evidence is None:
             return False
         with self._lock:
             if autocast is not None and evidence.autocast != autocast:
