@@ -44,6 +44,7 @@ from ..usercode.implicit_transfers import put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeState
 from ..usercode.loose_gradients import LooseGradients, node_of
 from ..usercode.places import UserCodePlace
+from ..weights.gradients import LOOSE
 from ..weights.parameters import Replica
 from ..weights.units import Unit
 from .barrier import Attendance
@@ -317,7 +318,7 @@ class Microbatch:
             if self.pending:
                 self._backward_of_user_code()
             if loose := self._loose.take():
-                self._step.gradients.add_loose(*loose, self.index)
+                self._step.gradients.add_later(*loose, LOOSE, self.index)
         finally:
             self._calls += kept[::-1]
 

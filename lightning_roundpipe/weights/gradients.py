@@ -34,7 +34,7 @@ from .events import tell
 
 # (order of the unit, position of the call), or less where that says enough.
 Source = tuple[int, ...]
-_LOOSE: Source = ()
+LOOSE: Source = ()  # uses of parameters in user code, by micro-batch
 _UNFORESEEN: Source = (0, 0)
 # Weight -> how many parts of it are going to come from which sources.
 Foreseen = Mapping[nn.Parameter, Mapping[Source, int]]
@@ -84,7 +84,7 @@ class GradientStore:
         self._queues: dict[Source, _Queue] = {}
         self._error: BaseException | None = None
         self._foreseen: Foreseen = {}
-        self._planned_dtypes: Mapping[nn.Parameter, torch.dtype] | None = None
+        self._planned_dtypes: Mapping[nn.Parameter, torch.dtype] = {}
         self._is_settled = False
 
     @classmethod
@@ -106,15 +106,10 @@ class GradientStore:
             rows = [self._gradients.setdefault(master, {}) for master in masters]
         for master, parts, gradient in zip(masters, rows, gradients, strict=True):
             known = parts.get(source)
-            if known is None and source == _LOOSE:
+            if known is None and source == LOOSE:
                 gradient = gradient.clone()  # autograd may hold the same tensor elsewhere
             parts[source] = sum_up(known, gradient, master.dtype)
         tell("take", masters, transfer=arriving)
-
-    def add_loose(self, masters: Sequence[nn.Parameter], arriving: Transfer, ordinal: int) -> None:
-        """Adds the gradients of loose parameters that micro-batch ``ordinal`` brings, in the order of the
-        micro-batches; does not change the tensors given."""
-        self.add_later(masters, arriving, _LOOSE, ordinal)
 
     def add_later(
         self, masters: Sequence[nn.Parameter], arriving: Transfer | None, source: Source, ordinal: int
@@ -206,7 +201,7 @@ class GradientStore:
     def take(self) -> dict[nn.Parameter, Tensor]:
         """All gradients, after :meth:`settle`; the store is empty afterwards."""
         self.settle()
-        self._is_settled, self._foreseen, self._planned_dtypes = False, {}, None
+        self._is_settled, self._foreseen = False, {}
         stored, self._gradients = self._gradients, {}
         dtypes = self._dtypes()
         return {master: _total(master, parts, dtypes.get(master)) for master, parts in stored.items() if parts}
@@ -215,7 +210,7 @@ class GradientStore:
 
     def foresee(self, foreseen: Foreseen) -> None:
         """What is going to come; what has come until now, without a plan, was foreseen as well."""
-        self._foreseen = foreseen
+        self._foreseen, self._planned_dtypes = foreseen, self._dtypes()
 
     def await_planned(self, masters: Iterable[nn.Parameter]) -> None:
         """Blocks until all that is foreseen for ``masters`` is in the sums, or nothing comes any more."""
@@ -238,8 +233,6 @@ class GradientStore:
         with self._lock:
             stored = self._gradients.get(master, {})
             parts = {source: stored.pop(source) for source in list(stored) if self._is_planned(master, source)}
-        if self._planned_dtypes is None:
-            self._planned_dtypes = self._dtypes()
         return _total(master, parts, self._planned_dtypes.get(master)) if parts else None
 
     def unplanned(self) -> set[nn.Parameter]:
@@ -261,7 +254,7 @@ def _total(master: nn.Parameter, parts: Mapping[Source, Tensor], dtype: torch.dt
         total = sum_up(total, parts[source], master.dtype)
     assert total is not None
     if dtype is not None:
-        is_of_one_unit = len({source[:1] for source in parts}) == 1 and _LOOSE not in parts
+        is_of_one_unit = len({source[:1] for source in parts}) == 1 and LOOSE not in parts
         if is_of_one_unit and _overflows(total, dtype):
             total = total.to(dtype).to(total.dtype)
     return total

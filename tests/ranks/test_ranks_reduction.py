@@ -15,7 +15,7 @@ from lightning_roundpipe.ranks.buckets import Slice, buckets_of
 from lightning_roundpipe.ranks.failures import RankError
 from lightning_roundpipe.ranks.group import RankGroup
 from lightning_roundpipe.ranks.reduction import Reduction, StepReduction
-from lightning_roundpipe.weights.gradients import GradientStore
+from lightning_roundpipe.weights.gradients import LOOSE, GradientStore
 from tests.support.rank_threads import TIMEOUT_S, Hub, ThreadRank, run_ranks
 
 NAMES = ("a", "b", "c")
@@ -300,10 +300,10 @@ def test_sums_have_the_same_bits_whatever_comes_first() -> None:
             run.begin(store, rank.errors.append)
             for place, index in enumerate(order):
                 if place == use_at:
-                    store.add_loose([weight], Done([uses]), 0)
+                    store.add_later([weight], Done([uses]), LOOSE, 0)
                 store.add_later([weight], Done([parts[sources[index]].clone()]), sources[index], 0)
             if use_at == len(order):
-                store.add_loose([weight], Done([uses]), 0)
+                store.add_later([weight], Done([uses]), LOOSE, 0)
             return run.finish(store)[weight]
 
         first, second = run_ranks(2, work)

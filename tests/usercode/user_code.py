@@ -14,7 +14,7 @@ from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from lightning_roundpipe.usercode.loose_gradients import LooseGradients
 from lightning_roundpipe.usercode.loose_parameters import LooseParameters
-from lightning_roundpipe.weights.gradients import GradientStore
+from lightning_roundpipe.weights.gradients import LOOSE, GradientStore
 
 
 class UserCode:
@@ -59,7 +59,7 @@ class UserCode:
         self.loose.look_up([loss.grad_fn])
         self.loose.run_backward([loss], [torch.ones_like(loss)])
         if found := self.loose.take():
-            self.gradients.add_loose(*found, self.num_backwards)
+            self.gradients.add_later(*found, LOOSE, self.num_backwards)
             self.num_backwards += 1
 
     @property
