@@ -41,7 +41,6 @@ def run_unit_backward(
         RuntimeError: if the unit does something else in the recomputation.
     """
     assert call.facts is not None
-    replica.has_gradients = True
     if leaves is None:
         local = call.local
         assert local is not None

@@ -35,7 +35,7 @@ from .units import Unit, Written, rebind
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in autograd.relays.
 Relay = Callable[[nn.Module], dict[str, Any]]
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_Wanted = dict[nn.Parameter, tuple[nn.Parameter, torch.dtype]]  # leaf -> its master, and the dtype on the device
+Harvest = tuple[list[nn.Parameter], Transfer]  # masters, and their gradients on their way home
 
 
 @dataclass(eq=False)
@@ -82,7 +82,6 @@ class Replica:
         self.leaves: dict[nn.Parameter, nn.Parameter] = {}
         self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
         self.is_active = False
-        self.has_gradients = False
         self.last_use = 0
         self.num_hooks = 0
         self.kept = KeptAttributes(device)
@@ -212,39 +211,35 @@ class Replica:
             torch.OutOfMemoryError: if the books have room for them, and the allocator has none.
         """
         there = {leaf for copies in self._copies for leaf in copies.leaves}
-        missing = {leaf: self._wanted(weights, leaf) for leaf in self.leaves if leaf not in there}
-        num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in missing.values())
+        # Once: user code may switch them.
+        flags = {leaf: master.requires_grad for leaf, master in self.leaves.items() if leaf not in there}
         self._is_loading = True  # what makes room leaves it alone
         try:
-            if must:
-                self.device.memory.reserve("weights", num_bytes)
-            elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
-                return False
-            self._start_uploads(weights, missing, num_bytes, must=must)
+            for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
+                leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
+                if leaves and not self._load(leaves, weights, must=must):
+                    return False
         finally:
             self._is_loading = False
         return True
 
-    def _start_uploads(self, weights: WorkingCopies, missing: _Wanted, num_bytes: int, *, must: bool) -> None:
-        """Starts those of the weights that are ``missing``, for which ``num_bytes`` have been booked."""
+    def _load(self, leaves: list[nn.Parameter], weights: WorkingCopies, *, must: bool) -> bool:
+        wanted = [self._wanted(weights, leaf) for leaf in leaves]
+        num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in wanted)
+        if must:
+            self.device.memory.reserve("weights", num_bytes)
+        elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+            return False
         try:
-            # Once: user code may switch them.
-            flags = {leaf: master.requires_grad for leaf, (master, _) in missing.items()}
-            for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
-                leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
-                if leaves:
-                    copies = self._start_upload(weights, {leaf: missing[leaf] for leaf in leaves}, must=must)
-                    self._copies.append(copies)
-                    num_bytes -= copies.num_bytes
-        finally:
-            self.device.memory.release("weights", num_bytes)  # of what did not come, because something was raised
-
-    def _start_upload(self, weights: WorkingCopies, wanted: _Wanted, *, must: bool) -> _Copies:
-        versions = [weights.version(*one) for one in wanted.values()]
-        sources = [weights.source(*one) for one in wanted.values()]
-        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True, must=must)
-        tell("upload", [master for master, _ in wanted.values()], self.unit.name, self, upload)
-        return _Copies(list(wanted), versions, upload, num_bytes_of(sources))
+            versions = [weights.version(*one) for one in wanted]
+            sources = [weights.source(*one) for one in wanted]
+            upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True, must=must)
+            tell("upload", [master for master, _ in wanted], self.unit.name, self, upload)
+        except BaseException:
+            self.device.memory.release("weights", num_bytes)
+            raise
+        self._copies.append(_Copies(leaves, versions, upload, num_bytes))
+        return True
 
     def drop_stale(self, weights: WorkingCopies) -> None:
         """Frees copies of what the masters no longer are; not while the replica is active."""
@@ -293,7 +288,6 @@ class Replica:
             return
         self.is_active = False
         tell("deactivate", self.leaves.values(), self.unit.name, self)
-        self.has_gradients = False
         self._sums.clear()
         for leaf in self.leaves:
             if leaf.grad is not None:
@@ -333,18 +327,14 @@ class Replica:
             value, home = copy._buffers.get(name), master._buffers.get(name)
             if value is None or home is None or (master, name) not in written:
                 continue
-            if value is home:
-                self._coming.note_written(home)
-                continue
-            if self.device.aliases_host and not self._owns_buffers:  # assigned anew here: assigned anew on the master
-                master._buffers[name] = value.detach()
-                continue
             if not self.device.aliases_host:
                 self._coming.send(master, name, value, self.device, f"buffers {self.unit.name}")
-            elif home.shape == value.shape and home.dtype == value.dtype:
+            elif value is home:
+                self._coming.note_written(home)
+            elif self._owns_buffers and home.shape == value.shape and home.dtype == value.dtype:
                 with torch.no_grad():
                     home.copy_(value)
-            else:
+            else:  # assigned anew here: assigned anew on the master
                 master._buffers[name] = value.detach()
 
     def book_gradients(self, are_there: bool, after: Any = None) -> None:
@@ -373,21 +363,18 @@ class Replica:
                 gradient, leaf.grad = leaf.grad, None
                 self._sums[leaf] = sum_up(self._sums.get(leaf), gradient, master.dtype)
 
-    def harvest(self) -> tuple[list[nn.Parameter], Transfer] | None:
-        """Sends the gradients of the leaves home: the masters that get one, and the gradients under way."""
-        if not self.has_gradients:
-            return None
-        self.has_gradients = False
+    def harvest(self) -> Harvest | None:
+        """Sends the gradients of the leaves home; None if there are none."""
         self.add_up()
         masters, gradients = [], []
         for leaf, master in self.leaves.items():
-            gradient = self._sums.pop(leaf, None) if self._sums else leaf.grad
-            if gradient is None:
-                gradient = leaf.grad
+            gradient = self._sums.pop(leaf, leaf.grad)
             if gradient is not None:
                 leaf.grad = None
                 masters.append(master)
                 gradients.append(gradient)
+        if not masters:
+            return None
         if self.device.aliases_host:
             arriving: Transfer = Done(gradients)
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from .buffers import ComingBuffers
 from .futures import is_pending
 from .gradients import Foreseen, GradientStore, Source
 from .low_precision import WorkingCopies
-from .parameters import Relay, Replica
+from .parameters import Harvest, Relay, Replica
 from .units import Unit, Written
 
 _NEVER = 1 << 60
@@ -60,8 +60,7 @@ class ReplicaCache:
         self._relay = relay
         self._num_hooks = 0
         self._num_uses = 0
-        self._replicas: dict[tuple[int, int, bool], Replica] = {}
-        self._by_device: list[list[Replica]] = [[] for _ in pool.devices]
+        self._replicas: list[dict[tuple[Unit, bool], Replica]] = [{} for _ in pool.devices]  # by form
         self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
         self.weights = WorkingCopies()
         self.coming_buffers = ComingBuffers()
@@ -121,7 +120,7 @@ class ReplicaCache:
             is_low: in which form.
             trained: for each parameter of the unit whether it requires a gradient.
         """
-        replica = self._replicas.get((id(unit), device.index, is_low))
+        replica = self._replicas[device.index].get((unit, is_low))
         if replica is None or not replica.is_active:
             replica = self._activated(unit, device, is_low, baseline)
         elif replica.num_hooks != self._num_hooks:
@@ -141,7 +140,8 @@ class ReplicaCache:
         if replica.num_hooks != self._num_hooks:
             self._look_again(replica, baseline)
         if not replica.refresh(baseline):
-            self._forget(replica)
+            replica.unload()
+            del self._replicas[device.index][unit, is_low]
             replica = self._find(unit, device, is_low)
             replica.refresh(baseline)
         self._make_loaded(replica)
@@ -154,24 +154,20 @@ class ReplicaCache:
         replica.num_hooks = self._num_hooks
 
     def _find(self, unit: Unit, device: Device, is_low: bool) -> Replica:
-        key = (id(unit), device.index, is_low)
-        replica = self._replicas.get(key)
-        other = self._replicas.get((id(unit), device.index, not is_low))
+        replicas = self._replicas[device.index]
+        other = replicas.get((unit, not is_low))
         if other is not None and not other.is_active:
             other.unload()
-        if replica is None:
-            replica = self._replicas[key] = Replica(unit, device, self._relay, self.coming_buffers, is_low=is_low)
-            self._by_device[device.index].append(replica)
-        return replica
+        if (unit, is_low) not in replicas:
+            replicas[unit, is_low] = Replica(unit, device, self._relay, self.coming_buffers, is_low=is_low)
+        return replicas[unit, is_low]
 
-    def _forget(self, replica: Replica) -> None:
-        replica.unload()
-        self._by_device[replica.device.index].remove(replica)
-        del self._replicas[id(replica.unit), replica.device.index, replica.is_low]
+    def _all(self) -> Iterator[Replica]:
+        return (replica for replicas in self._replicas for replica in list(replicas.values()))
 
     def active_on(self, device: Device) -> Iterator[Replica]:
         """Active replicas on ``device``."""
-        return (replica for replica in list(self._by_device[device.index]) if replica.is_active)
+        return (replica for replica in list(self._replicas[device.index].values()) if replica.is_active)
 
     def give_up(self, device: Device) -> None:
         """Ends the use of what is active on ``device``. Copies that cannot be used again are freed, others may stay."""
@@ -188,7 +184,7 @@ class ReplicaCache:
             later_than: units that are needed in this stage run or before stay; see :meth:`expect`.
         """
         next_use = self._next_use[device_index]
-        idle = [replica for replica in self._by_device[device_index] if replica.is_evictable]
+        idle = [replica for replica in self._replicas[device_index].values() if replica.is_evictable]
         idle = [r for r in idle if next_use.get(r.unit, _NEVER) > later_than]
         if not idle:
             return False
@@ -198,23 +194,22 @@ class ReplicaCache:
 
     def leaf_names(self) -> dict[int, str]:
         """Id of every replica parameter -> name of its unit."""
-        return {id(leaf): replica.unit.name for replica in self._replicas.values() for leaf in replica.leaves}
+        return {id(leaf): replica.unit.name for replica in self._all() for leaf in replica.leaves}
 
     def end_step(self) -> None:
         """Ends a step: gradients that were not harvested are lost; only weights that do not change stay anywhere."""
         self.coming_buffers.end_step()
-        for replica in list(self._replicas.values()):
+        for replica in self._all():
             replica.unload(unless=self.weights.outlast_step)
 
     def clear(self) -> None:
         """Forgets all replicas, also on a GPU that raises whatever it is asked for."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.weights.clear)
-            for replica in self._replicas.values():
+            for replica in self._all():
                 stack.callback(replica.unload)
-            self._replicas.clear()
-            for row in self._by_device:
-                row.clear()
+            for replicas in self._replicas:
+                replicas.clear()
 
 
 class Loader:
@@ -238,7 +233,6 @@ class Loader:
         self._replicas = replicas
         self._gradients = gradients
         self._is_recording = is_recording
-        self._has_foreseen = False
         self._stage_runs = stage_runs
         self._now = [0] * len(pool)
         self._has_begun = [False] * len(pool)
@@ -251,7 +245,7 @@ class Loader:
             return
         with device.occupied():
             if not self._has_begun[device.index]:
-                self._fetch_ahead(device, (), self._expect(device)[:1])
+                self._fetch_ahead(device, [unit for run in self._expect(device)[:1] for unit in run.units])
 
     def begin(self, device: Device) -> None:
         """A micro-batch was admitted to ``device``: loads the first stage run, unless that has been done."""
@@ -287,35 +281,29 @@ class Loader:
 
     def _harvest(self, device: Device, run: StageRun) -> None:
         """Gradients go home, unit by unit, in the order of the runs of their stage."""
+        harvested: dict[Unit, list[Harvest]] = {}
+        for replica in self._replicas.active_on(device):
+            if found := replica.harvest():
+                harvested.setdefault(replica.unit, []).append(found)
         if self._is_recording:
-            for replica in self._replicas.active_on(device):
-                if found := replica.harvest():
-                    self._gradients.add(*found, (replica.unit.order,))
+            for unit, parts in harvested.items():
+                for found in parts:
+                    self._gradients.add(*found, (unit.order,))
             return
-        harvested = {(replica.unit, replica.is_low): replica.harvest() for replica in self._replicas.active_on(device)}
-        planned = run.units if run.has_gradients else ()
-        forms = (False, True) if self._has_foreseen else sorted({False, *(is_low for _, is_low in harvested)})
-        for unit in planned:
-            for is_low in forms:
-                masters, arriving = harvested.pop((unit, is_low), None) or ((), None)
-                self._gradients.add_later(masters, arriving, (unit.order, run.stage, is_low), run.ordinal)
-        for (unit, is_low), found in harvested.items():
-            if found is not None:  # calls off the plan
+        for unit in run.units if run.has_gradients else ():
+            masters, arriving = harvested[unit].pop(0) if harvested.get(unit) else ((), None)
+            self._gradients.add_later(masters, arriving, (unit.order, run.stage, 0), run.ordinal)
+        for unit, parts in harvested.items():  # calls off the plan, and those in the other form of the unit
+            for i, found in enumerate(parts):
                 ordinal = self._now[device.index]
-                self._gradients.add_later(*found, (unit.order, _NEVER, is_low, device.index), ordinal)
+                self._gradients.add_later(*found, (unit.order, _NEVER, i, device.index), ordinal)
 
     def foreseen(self) -> Foreseen:
-        """The gradients that :meth:`_harvest` brings home if all calls are made by the plan.
-
-        From now on it tells of both forms of a unit, also where there is nothing to bring.
-        """
-        self._has_foreseen = True
+        """The gradients that :meth:`_harvest` brings home if all calls are made by the plan."""
         num_parts: dict[Unit, Counter[Source]] = {}
         for run in (run for row in self._stage_runs for run in row if run.has_gradients):
             for unit in run.units:
-                num_parts.setdefault(unit, Counter()).update(
-                    (unit.order, run.stage, is_low) for is_low in (False, True)
-                )
+                num_parts.setdefault(unit, Counter())[unit.order, run.stage, 0] += 1
         foreseen: dict[nn.Parameter, Counter[Source]] = {}
         for unit, counts in num_parts.items():
             for master in unit.parameters():
@@ -328,16 +316,14 @@ class Loader:
         self._has_begun[device.index] = True
         if self._is_recording:
             return
-        following = self._expect(device)
-        units = list(following[0].units) if following else []
-        while units and not is_pending(units[0].parameters()):
-            self._replicas.load(units.pop(0), device)
-        self._fetch_ahead(device, units, following[1:])
+        missing = [list(run.units) for run in self._expect(device)]
+        while missing and missing[0] and not is_pending(missing[0][0].parameters()):
+            self._replicas.load(missing[0].pop(0), device)
+        self._fetch_ahead(device, [unit for units in missing for unit in units])
 
-    def _fetch_ahead(self, device: Device, units: Sequence[Unit], runs: list[StageRun]) -> None:
-        """Weights of ``units`` and of ``runs``, at most one, begin to travel as far as there is room."""
-        following = [unit for run in runs for unit in run.units]
-        self._coming[device.index] = [*reversed(following), *reversed(units)]
+    def _fetch_ahead(self, device: Device, units: list[Unit]) -> None:
+        """Weights of ``units`` begin to travel, in this order, as far as there is room."""
+        self._coming[device.index] = units[::-1]
         self.prefetch(device)
 
     def _expect(self, device: Device) -> list[StageRun]:

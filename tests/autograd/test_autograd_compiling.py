@@ -339,7 +339,7 @@ def test_nothing_holds_replicas_or_the_model() -> None:
     model = Model()
     steps = steps_of(model, EAGER_KERNELS, copies=True)
     steps.train(parts_of(2, 2, 2))
-    leaves = [weakref.ref(leaf) for replica in steps.engine._replicas._replicas.values() for leaf in replica.leaves]
+    leaves = [weakref.ref(leaf) for replica in steps.engine._replicas._all() for leaf in replica.leaves]
     masters = [weakref.ref(parameter) for parameter in model.parameters()]
     assert len(leaves) >= len(masters)
     steps.engine.close()

@@ -76,7 +76,7 @@ class Run(Steps):
         return self.train(parts) if training else self.evaluate(parts)
 
     def loaded(self, device: int = 0) -> set[str]:
-        replicas: list[Replica] = self.engine._replicas._by_device[device]
+        replicas = self.engine._replicas._replicas[device].values()
         return {replica.unit.name for replica in replicas if replica.is_loaded}
 
     def watch(self, **kwargs: Any) -> list[tuple[int, set[int]]]:
@@ -236,7 +236,7 @@ def test_a_unit_is_on_a_device_in_one_form() -> None:
     with opened(2 * BLOCK_BYTES) as (_, units, replicas, device):
         for is_low in (False, True, False):
             replicas._make_loaded(replicas._find(units[0], device, is_low=is_low))
-            assert [replica.is_low for replica in replicas._by_device[0] if replica.is_loaded] == [is_low]
+            assert [replica.is_low for replica in replicas._replicas[0].values() if replica.is_loaded] == [is_low]
 
 
 def test_what_is_being_updated_is_not_waited_for_ahead_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
