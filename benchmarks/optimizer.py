@@ -278,6 +278,7 @@ def bandwidth(size: dict[str, Any], num_threads: int, repeats: int) -> tuple[dic
             },
             repeats,
         )
+        updates.close()
     bytes_of = {"copy": 8, "triad": 12}
     rates = {name: [bytes_of.get(name, BYTES_PER_WEIGHT) * count / s / 1e9 for s in taken[name]] for name in taken}
     behind_ms = 1e3 * statistics.median(taken["shares"])

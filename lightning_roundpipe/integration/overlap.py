@@ -190,6 +190,7 @@ class OptimizerOverlap:
         try:
             self.wait()
         finally:
+            self._updates.close()
             for optimizer in self._guarded:
                 optimizer.state = plain_state(optimizer)  # type: ignore[assignment]
             self._guarded.clear()

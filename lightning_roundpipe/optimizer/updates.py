@@ -26,6 +26,7 @@ from torch.optim import optimizer as optimizer_module
 
 from ..common.attributes import attribute_set
 from ..common.sizes import extent_of
+from ..common.threads import Worker
 from ..weights.events import tell
 from ..weights.futures import ParameterFuture, Training, Update, can_be_pending, take_unseen, unwaited
 from .buckets import Bucket, buckets_of, options_of
@@ -109,7 +110,7 @@ def _has_own_step(optimizer: Optimizer) -> bool:
 
 
 class Updates:
-    """Runs optimizer steps on threads, one after the other; see [Note: overlapped updates].
+    """Runs optimizer steps on a thread, one after the other; see [Note: overlapped updates].
 
     Its methods are for the thread that trains, but for those that wait, which are for any thread.
 
@@ -127,6 +128,7 @@ class Updates:
         shards: Shards | None = None,
     ) -> None:
         self._num_threads = num_threads
+        self._worker = Worker(num_threads)
         self._updating = updating
         self._shards = shards
         self._training = Training()
@@ -218,9 +220,9 @@ class Updates:
             works = [(parameters, step_of(parameters)) for parameters in buckets_of(gradients, order)]
         else:
             works = shards.works(updated, step_of)
-        update = Update(works, self._training, self._last, self._num_threads, finish)
+        update = Update(works, self._training, finish)
         try:
-            update.start()
+            self._worker.begin(update.run, "roundpipe-optimizer")
             self._last = update
             tell("update", [parameter for parameters, _ in works for parameter in parameters])
             update.begin()
@@ -276,3 +278,9 @@ class Updates:
         """Blocks until no update is under way, whatever becomes of it."""
         if (last := self._last) is not None:  # another one may begin while several threads wait
             last.await_end()
+
+    def close(self) -> None:
+        """Ends the thread, after all updates."""
+        self.join()
+        self._worker.close()
+        self._worker = Worker(self._num_threads)

@@ -45,7 +45,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..common.threads import Surroundings, intra_op_threads_kept, set_intra_op_threads
+from ..common.threads import Surroundings
 from .events import tell
 from .harmless import HARMLESS
 
@@ -57,17 +57,6 @@ class State(enum.Enum):
     UNSEEN = "updated, and not looked at since"
     READY = "ready"
     FAILED = "failed"
-
-
-_LEGAL = {
-    (State.UPDATING, State.UNSEEN),
-    (State.UPDATING, State.READY),
-    (State.UPDATING, State.FAILED),
-    (State.UNSEEN, State.READY),
-    (State.UNSEEN, State.FAILED),
-    (State.READY, State.FAILED),
-    (State.FAILED, State.READY),
-}
 
 
 class Training:
@@ -145,10 +134,8 @@ class ParameterFuture:
 
     def turn(self, state: State) -> None:
         """Takes another state; threads that wait go on, unless it is UNSEEN."""
-        before = self.state  # at the same time, another thread may turn it to the same
-        if state is before:
+        if self.state is state:  # another thread may have turned it
             return
-        assert (before, state) in _LEGAL, f"from {before} to {state}"
         self.state = state
         if state is State.FAILED:
             self.show()
@@ -170,7 +157,7 @@ class ParameterFuture:
             BaseException: what went wrong.
             RuntimeError: in an update, which would wait for itself.
         """
-        if self.state is State.UPDATING and isinstance(threading.current_thread(), Update):
+        if self.state is State.UPDATING and threading.get_ident() in _updating:
             raise RuntimeError(
                 "an optimizer looks at a weight in another way than through its param_groups: its step cannot be taken "
                 "apart. Leave out is_separable = True, or use optimizer_overlap='off'"
@@ -182,17 +169,15 @@ class ParameterFuture:
 
     def await_end(self) -> None:
         """As :meth:`wait`, whatever comes of the update."""
-        self._update.begin_in_handler()
+        self._update.begin()
         self._done.wait()
 
 
-class Update(threading.Thread):
-    """An optimizer step, bucket by bucket, on a thread of its own.
+class Update:
+    """An optimizer step, bucket by bucket, on the thread that calls :meth:`run`: after those that it was given before.
 
     Args:
         works: the weights of each bucket, and what updates them.
-        earlier: comes first.
-        num_threads: intra-op threads.
         finish: is called for each bucket when it is written, and gives it its next state; None makes it ready.
     """
 
@@ -200,54 +185,35 @@ class Update(threading.Thread):
         self,
         works: Sequence[tuple[Sequence[nn.Parameter], Callable[[], None]]],
         training: Training,
-        earlier: Update | None,
-        num_threads: int,
         finish: Callable[[ParameterFuture], None] | None = None,
     ) -> None:
-        super().__init__(name="roundpipe-optimizer", daemon=True)
         self._training = training
         self._futures = [ParameterFuture(parameters, self, training) for parameters, _ in works]
         self._works = deque(work for _, work in works)
-        self._earlier = earlier
-        self._num_threads = num_threads
         self._finish = finish
         self._surroundings = Surroundings.of_this_thread("cpu")
-        self._maker = threading.get_ident()
-        self._is_set_up = threading.Event()
         # The first word decides whether the updates are made. To put one is atomic, and may be done several times.
         self._may_begin: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._has_begun = False
-
-    def start(self) -> None:
-        """Starts the thread, which waits for :meth:`begin`."""
-        with intra_op_threads_kept():
-            super().start()
-            self._is_set_up.wait()
+        self._has_ended = threading.Event()
 
     def begin(self) -> None:
-        """Lets the updates begin: from now on a look at the weights waits."""
-        for future in self._futures:
-            future.show()
-        self._may_begin.put(True)
-        self._has_begun = True
-
-    def begin_in_handler(self) -> None:
-        """A signal handler that has interrupted :meth:`begin` and is going to wait has to let them begin itself."""
-        if not self._has_begun and threading.get_ident() == self._maker:
-            self.begin()
+        """Lets the updates begin: from now on a look at the weights waits. Who is going to wait calls this as well: it
+        may be a signal handler that has interrupted the first call."""
+        if not self._has_begun:
+            for future in self._futures:
+                future.show()
+            self._may_begin.put(True)
+            self._has_begun = True
 
     def cancel(self) -> None:
-        """The thread could not be started, or was interrupted: the updates are not made, if they have not begun."""
+        """No thread could be started, or it was interrupted: the updates are not made, if they have not begun."""
         self._may_begin.put(False)
 
     def run(self) -> None:
-        """On the thread of the update."""
-        set_intra_op_threads(self._num_threads)
-        self._is_set_up.set()
+        """On the thread of the updates."""
         may_begin = self._may_begin.get()
-        if self._earlier is not None:
-            self._earlier.join()
-            self._earlier = None
+        _updating.add(threading.get_ident())
         with self._surroundings.entered():
             for future in self._futures:
                 work = self._works.popleft()
@@ -256,7 +222,9 @@ class Update(threading.Thread):
                 else:
                     future.turn(State.READY)
                 del work  # and with it the gradients
+        _updating.discard(threading.get_ident())
         self._futures = []  # each of them holds this update
+        self._has_ended.set()
 
     def _run_one(self, future: ParameterFuture, work: Callable[[], None]) -> None:
         if (error := self._training.error) is None:
@@ -275,9 +243,9 @@ class Update(threading.Thread):
             self._training.fail(error, self._futures)
 
     def await_end(self) -> None:
-        """Blocks until the thread has ended, and those before it."""
-        self.begin_in_handler()
-        self.join()
+        """Blocks until it has ended, and those before it."""
+        self.begin()
+        self._has_ended.wait()
 
 
 class PendingParameter(nn.Parameter):
@@ -301,6 +269,7 @@ class PendingParameter(nn.Parameter):
 
 
 _futures: dict[int, ParameterFuture] = {}
+_updating: set[int] = set()  # threads that make an update
 
 
 def _classify(parameter: nn.Parameter) -> None:
@@ -385,7 +354,7 @@ def take_unseen() -> list[nn.Parameter]:
 
 def _finish_before_fork() -> None:
     """A child has no thread that ends an update."""
-    if not isinstance(threading.current_thread(), Update):
+    if threading.get_ident() not in _updating:
         for future in list(_futures.values()):
             future.await_end()
 

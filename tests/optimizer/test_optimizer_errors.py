@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.optimizer.updates import Updates
-from lightning_roundpipe.weights.futures import Training, is_pending
+from lightning_roundpipe.weights.futures import Training, Update, is_pending
 from tests.optimizer.held_updates import (
     TIMEOUT_S,
     Gated,
@@ -187,17 +187,17 @@ def test_who_waits_does_not_forget_an_update_that_begins_meanwhile(monkeypatch: 
     fill_gradients(weights, 0)
     updates = Updates(1)
     blocker, gate = make_blocker()
-    original, begun = threading.Thread.join, []
+    original, begun = Update.await_end, []
 
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        original(self, timeout)
+    def await_end(self: Update) -> None:
+        original(self)
         if not begun:
             begun.append(True)
             updates.start(blocker, [])
 
     updates.start(o.SGD(weights, lr=0.1), [])
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "join", join)
+        patch.setattr(Update, "await_end", await_end)
         updates.wait()
     thread, found = outcome_of(lambda: len(blocker.state))
     assert not found

@@ -188,7 +188,7 @@ def no_endless_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who would wait for ever fails."""
 
     def wait(future: ParameterFuture) -> None:
-        future._update.begin_in_handler()
+        future._update.begin()
         assert future._done.wait(TIMEOUT_S), "waits for an update that does not end"
 
     monkeypatch.setattr(ParameterFuture, "await_end", wait)

@@ -42,9 +42,9 @@ class Late:
             wait_for_bucket(future)
 
         def wait_all(updates: Updates) -> None:
-            thread = updates._last
-            if thread is not None and thread.is_alive():
-                self._demand(None, lambda: not thread.is_alive())
+            last = updates._last
+            if last is not None and not last._has_ended.is_set():
+                self._demand(None, last._has_ended.is_set)
             wait_for_all(updates)
 
         def late_step(bucket: Bucket) -> None:
