@@ -53,4 +53,5 @@ def norms(gradients: Sequence[Tensor], num_threads: int) -> list[Tensor]:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient.detach(), 2.0)
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), 2.0)
+    return norm

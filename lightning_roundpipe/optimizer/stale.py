@@ -73,7 +73,10 @@ class _Snapshots:
     def _make(self, version: Fingerprint, data: Tensor) -> None:
         """Makes the snapshot of a version, in memory that no step needs any more."""
         known = next((self.tensors.pop(other) for other in list(self.tensors) if other != self.used), None)
-        self.tensors[version] = _filled(known, data)
+        with torch.inference_mode(False), torch.no_grad():
+            if known is None or known.shape != data.shape or known.dtype != data.dtype:
+                known = torch.empty_like(data)
+            self.tensors[version] = known.copy_(data)
 
 
 class StaleWeights:
@@ -112,11 +115,3 @@ class StaleWeights:
     def host_bytes(self) -> int:
         """What the snapshots take on the host."""
         return num_bytes_of(tensor for s in self._snapshots.values() for tensor in list(s.tensors.values()))
-
-
-def _filled(known: Tensor | None, data: Tensor) -> Tensor:
-    """``known`` with the values of ``data``, or a copy of it if they differ in more than values."""
-    with torch.inference_mode(False), torch.no_grad():
-        if known is None or known.shape != data.shape or known.dtype != data.dtype:
-            known = torch.empty_like(data)
-        return known.copy_(data)

@@ -123,11 +123,11 @@ class WorkingCopies:
         if dtype == master.dtype:
             with unwaited():
                 return master.detach()
-        with self._lock:
+        with self._lock, unwaited():
             copy = self._copies.get((master, dtype))
-            if copy is None or copy.data.shape != master.shape or copy.data.stride() != _strides_for(master):
-                # Outside of inference mode: else it could not be written to in training.
-                with torch.inference_mode(False), unwaited():
+            cast = torch.empty_like(master, device="meta")  # as autocast would make it
+            if copy is None or copy.data.shape != cast.shape or copy.data.stride() != cast.stride():
+                with torch.inference_mode(False):  # else it could not be written to in training
                     copy = self._copies[master, dtype] = _Copy(torch.empty_like(master, dtype=dtype))
         version = self.version(master, dtype)
         if copy.version != version:
@@ -328,9 +328,3 @@ def _sample(master: nn.Parameter) -> bytes:
     num_samples = min(_NUM_SAMPLES, data.numel())
     values = data.as_strided((num_samples,), (data.numel() // num_samples,))
     return bytes(values.contiguous().view(torch.uint8).numpy())
-
-
-def _strides_for(master: Tensor) -> tuple[int, ...]:
-    """Strides that a cast of ``master`` has: its own, if it fills its memory without overlap."""
-    with unwaited():
-        return torch.empty_like(master, device="meta").stride()

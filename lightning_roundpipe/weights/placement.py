@@ -275,7 +275,7 @@ class Loader:
             return
         with device.occupied():
             self._harvest(device, run)
-            self._replicas.expect(device, self._next_uses(device))
+            self._expect(device)
             self._replicas.give_up(device)
             self._load_stage_run(device)
 
@@ -328,10 +328,11 @@ class Loader:
 
     def _expect(self, device: Device) -> list[StageRun]:
         """Notes what the device needs from now on; the stage run that begins, and the next one."""
-        self._replicas.expect(device, self._next_uses(device))
-        following = self._stage_runs[device.index][self._now[device.index] :][:2]
-        device.memory.headroom = max((run.activation_bytes for run in following), default=0)
-        return following
+        following = self._stage_runs[device.index][self._now[device.index] :]
+        next_uses = {unit: i for i, run in reversed(list(enumerate(following))) for unit in run.units}
+        self._replicas.expect(device, next_uses)
+        device.memory.headroom = max((run.activation_bytes for run in following[:2]), default=0)
+        return following[:2]
 
     def prefetch(self, device: Device) -> None:
         """Weights that are needed next begin to travel, as far as there is room; asked again while a stage run runs."""
@@ -341,7 +342,3 @@ class Loader:
                 coming.pop()
         except torch.OutOfMemoryError:  # what the books do not know of takes the room: no more in this stage run
             coming.clear()
-
-    def _next_uses(self, device: Device) -> dict[Unit, int]:
-        following = self._stage_runs[device.index][self._now[device.index] :]
-        return {unit: i for i, run in reversed(list(enumerate(following))) for unit in run.units}

@@ -160,7 +160,9 @@ class UnitTable:
         self._max_unit_bytes = max_unit_bytes
         self._exempt = exempt
         self._chosen = tuple(unit_classes or ())
-        self._no_split = self._no_split_names()
+        self._no_split = {
+            name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()
+        }
         self._total = max(1, _num_parameters(root))
         self.filled_by_users: dict[tuple[nn.Module, str], None] = {}
         self.blocks: list[nn.Module] = []
@@ -189,12 +191,6 @@ class UnitTable:
     def filled(self) -> list[tuple[nn.Module, str]]:
         """Lists and dicts of units that they, or user code, are known to fill: (module, name of the attribute)."""
         return [*self.filled_by_users, *(place for unit in self.units.values() for place in unit.fills)]
-
-    def _no_split_names(self) -> set[str]:
-        names: set[str] = set()
-        for module in self.root.modules():
-            names.update(getattr(module, "_no_split_modules", None) or ())
-        return names
 
     def _is_chosen(self, module: nn.Module) -> bool:
         return any(_is_of(module, choice) for choice in self._chosen)
@@ -319,11 +315,14 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def rebind(value: Any, modules: dict[int, nn.Module], parameters: dict[int, nn.Parameter]) -> Any:
+def rebind(
+    value: Any, modules: dict[int, nn.Module], parameters: dict[int, nn.Parameter], *, enters: bool = True
+) -> Any:
     """``value`` with references to master modules and parameters replaced by those of a replica.
 
     Covers what modules keep in their ``__dict__``: a parameter, a module, a bound method, and one level of list,
-    tuple or dict of these (an RNN's ``_flat_weights``). Returns ``value`` itself where there is nothing to replace.
+    tuple or dict of these (an RNN's ``_flat_weights``), if it ``enters`` them. Returns ``value`` itself where there is
+    nothing to replace.
     """
     if isinstance(value, torch.Tensor):
         return parameters.get(id(value), value)
@@ -332,14 +331,10 @@ def rebind(value: Any, modules: dict[int, nn.Module], parameters: dict[int, nn.P
     if isinstance(value, types.MethodType):
         owner = modules.get(id(value.__self__))
         return value if owner is None else types.MethodType(value.__func__, owner)
-    if type(value) in (list, tuple):
-        replaced = [rebind(item, modules, parameters) if _is_reference(item) else item for item in value]
+    if enters and type(value) in (list, tuple):
+        replaced = [rebind(item, modules, parameters, enters=False) for item in value]
         return value if all(a is b for a, b in zip(value, replaced, strict=True)) else type(value)(replaced)
-    if type(value) is dict:
-        new = {k: rebind(v, modules, parameters) if _is_reference(v) else v for k, v in value.items()}
+    if enters and type(value) is dict:
+        new = {k: rebind(v, modules, parameters, enters=False) for k, v in value.items()}
         return value if all(new[k] is value[k] for k in value) else new
     return value
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, nn.Module, types.MethodType))
