@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -186,23 +185,11 @@ class Done(Transfer):
 
 
 class Joined(Transfer):
-    """Copies of several transfers as one, which ends with the last of them.
+    """The copies of several transfers, which are waited for with :meth:`wait` alone."""
 
-    Args:
-        picked: each copy, by its transfer and its place there; in order.
-    """
-
-    def __init__(self, picked: Sequence[tuple[Transfer, int]]) -> None:
-        self._parts = list(dict.fromkeys(part for part, _ in picked))
-        self.pairs = ()
-        self.tensors = [part.tensors[place] for part, place in picked]
-
-    def is_done(self) -> bool:
-        return all([part.is_done() for part in self._parts])
-
-    def await_done(self) -> None:
-        for part in self._parts:
-            part.await_done()
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        super().__init__([tensor for part in parts for tensor in part.tensors])
+        self._parts = parts
 
     def wait(self, edge: Edge) -> list[Tensor]:
         return self.arrived(edge)
@@ -212,12 +199,6 @@ class Joined(Transfer):
         for part in self._parts:
             part.wait(edge)
         return self.tensors
-
-    def when_done(self, edge: Edge, then: Callable[[], None]) -> None:
-        following = then
-        for part in self._parts:  # each when it is done, the next one after it
-            following = functools.partial(part.when_done, edge, following)
-        following()
 
 
 class Lane(ABC):

@@ -206,18 +206,21 @@ class _Arriving(Joined):
         devices: dict[Device, list[int]] = {}
         for i, one in enumerate(aside):
             devices.setdefault(one.device, []).append(i)
-        picked: dict[int, tuple[Transfer, int]] = {}
-        for device, found in devices.items():
-            download = device.download([aside[i].gradient for i in found], "gradients in user code")
-            picked.update({i: (download, place) for place, i in enumerate(found)})
-        super().__init__([picked[i] for i in range(len(aside))])
+        self._arriving = [i for found in devices.values() for i in found]
+        super().__init__(
+            [
+                device.download([aside[i].gradient for i in found], "gradients in user code")
+                for device, found in devices.items()
+            ]
+        )
 
     def wait(self, edge: Edge) -> list[Tensor]:
         """The sums, each in a new tensor, or one of those on the host."""
         sums: dict[nn.Parameter, Tensor] = dict(self._on_host)
         of_walks: dict[tuple[nn.Parameter, int], Tensor] = {}
-        for key, gradient in zip(self._walks, self.arrived(edge), strict=True):
-            of_walks[key] = added(of_walks[key], gradient) if key in of_walks else gradient
+        arrived = dict(zip(self._arriving, self.arrived(edge), strict=True))
+        for i, key in enumerate(self._walks):
+            of_walks[key] = added(of_walks[key], arrived[i]) if key in of_walks else arrived[i]
         for (parameter, _), gradient in of_walks.items():
             sums[parameter] = added(sums[parameter], gradient) if parameter in sums else gradient
         return [sums[parameter] for parameter in self.parameters]

@@ -22,7 +22,7 @@ from lightning_roundpipe.devices.gpu import lanes
 from lightning_roundpipe.devices.gpu.device import GpuDevice
 from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
-from lightning_roundpipe.devices.transfer import Edge, Joined
+from lightning_roundpipe.devices.transfer import Edge
 
 pytestmark = pytest.mark.accelerator
 
@@ -75,9 +75,10 @@ def test_streams_wait_for_each_other_and_the_host_for_none(device: GpuDevice, si
 
 
 def test_what_is_staged_is_read_when_it_is_there(device: GpuDevice, sim: ModuleType) -> None:
-    """Copies of several transfers are not known to be page-locked: the host puts them into a buffer."""
+    """Copies that are not known to be page-locked: the host puts them into a buffer."""
     sim._sleep(20_000)
-    down = Joined([(device.download([there(3)], "x"), 0)])
+    down = device.download([there(3)], "x")
+    down.is_page_locked = False
     (copy,) = device.upload(down.tensors, "x", after=down).wait(Edge.INPUTS)
     assert down.is_done()
     assert copy.cpu().eq(3).all()
