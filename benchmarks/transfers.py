@@ -20,7 +20,7 @@ from benchmarks._report import Report, median, parser, progress, rounded, spread
 from benchmarks._waiting import SLEPT, Model, Wait, scaled, sharpen_timers, time_factor
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import CHUNK_BYTES
-from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.engine.runner import Engine, StepRequest, StepResult
 from lightning_roundpipe.planning import (
     Action,
@@ -79,7 +79,7 @@ class Step:
 class Variant:
     """One model on one kind of link."""
 
-    def __init__(self, model: Model, case: Case, link: Link) -> None:
+    def __init__(self, model: Model, case: Case, link: TimedLink) -> None:
         self._case, self._model = case, model
         pool = DevicePool([torch.device("cpu")] * NUM_DEVICES, link=link, memory_limit=case.machine.device_memory_bytes)
         self._engine = Engine(model, pool, case.plan, num_threads=1)

@@ -12,7 +12,7 @@ import torch
 from .device import Device
 from .gpu import driver as gpu_driver
 from .gpu.device import GpuDevice
-from .virtual import Link, VirtualDevice
+from .virtual import TimedLink, VirtualDevice
 
 _MAX_AUTO_VIRTUAL = 8
 # A device that keeps more than one of so many parts of its memory free has run short three times.
@@ -53,7 +53,7 @@ class DevicePool:
         self,
         torch_devices: Sequence[torch.device],
         *,
-        link: Link | None = None,
+        link: TimedLink | None = None,
         memory_limit: int | None = None,
         speeds: Sequence[float] | None = None,
     ) -> None:
@@ -155,7 +155,7 @@ def _make_device(
     index: int,
     torch_device: torch.device,
     num_sharing: int,
-    link: Link | None,
+    link: TimedLink | None,
     memory_limit: int | None,
     speed: float | None,
 ) -> Device:

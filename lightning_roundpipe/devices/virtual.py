@@ -2,14 +2,14 @@
 
 [Note: virtual devices]
 On a machine without GPUs a missing wait would nearly always give the right numbers, because everything lives in one
-memory. Virtual devices with a :class:`Link` make it show. They have copies of their own: a destination is poisoned
+memory. Virtual devices with a :class:`TimedLink` make it show. They have copies of their own: a destination is poisoned
 until its copy is made, and memory is poisoned when it is freed. Sources are read when the copy is made, not before: a
 source that is freed or changed too early shows too.
 
     submit(x)     x' = NaN -------- the lane's thread: x' = x -------- free(x'): x' = NaN
     reader                  NaN!  |  wait(x') ... reads x'            |  NaN!
 
-A :class:`TimedLink` makes copies on threads in modelled time, as GPUs do. Without a link (the fast mode, for training
+The link makes copies on threads in modelled time, as GPUs do. Without a link (the fast mode, for training
 on the host) device copies alias the masters, and nothing travels.
 """
 
@@ -19,10 +19,9 @@ import contextlib
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -52,31 +51,16 @@ class Clock:
             pass
 
 
-class Link(ABC):
+class TimedLink:
     """How copies travel between the host and virtual devices: makes their lanes.
 
-    Attributes:
-        clock: what time passes on, also for the devices.
-    """
-
-    clock = Clock()
-
-    @abstractmethod
-    def lane(self, device_name: str, direction: str) -> Lane:
-        """A lane of its own; ``direction`` is "h2d" or "d2h"."""
-
-
-class TimedLink(Link):
-    """Copies take modelled time, and are made by threads that live as long as a step.
+    Copies take modelled time, and are made by threads that live as long as a step.
 
     Args:
         bytes_per_ms: bandwidth of each lane; PCIe 4.0 x16 has 25e6.
         latency_ms: added to every piece that moves; PCIe has about 0.01.
         chunk_bytes: bulk is cut into pieces of at most this size.
-        clock: another one than the host's.
-
-    Raises:
-        ValueError: if a figure makes no sense.
+        clock: what time passes on, also for the devices; None for the host's.
     """
 
     def __init__(
@@ -86,17 +70,13 @@ class TimedLink(Link):
         chunk_bytes: int = CHUNK_BYTES,
         clock: Clock | None = None,
     ) -> None:
-        if not bytes_per_ms > 0 or not latency_ms >= 0 or chunk_bytes < 1:
-            raise ValueError(
-                f"a link needs bytes_per_ms > 0, latency_ms >= 0 and chunk_bytes >= 1, "
-                f"not {bytes_per_ms}, {latency_ms} and {chunk_bytes}"
-            )
         self.bytes_per_ms = bytes_per_ms
         self.latency_ms = latency_ms
         self.chunk_bytes = chunk_bytes
         self.clock = clock or Clock()
 
-    def lane(self, device_name: str, direction: str) -> TimedLane:
+    def lane(self, device_name: str, direction: str) -> Lane:
+        """A lane of its own; ``direction`` is "h2d" or "d2h"."""
         return TimedLane(direction, device_name, self)
 
     def duration_ms(self, num_bytes: int) -> float:
@@ -106,12 +86,13 @@ class TimedLink(Link):
 
 @dataclass(eq=False)
 class _Job:
-    """A transfer that can move: what is left of it, since when it could, and when it began if it is noted."""
+    """A transfer; once it can move: what is left of it, since when, and when it began if that is noted."""
 
     transfer: Transfer
-    pieces: deque[list[Pair]]
-    ready_ms: float
+    is_bulk: bool
     label: str
+    pieces: deque[list[Pair]] = field(default_factory=deque)
+    ready_ms: float = 0.0
     began_ms: float | None = None
 
 
@@ -131,8 +112,8 @@ class TimedLane(Lane):
         super().__init__(direction, device_name)
         self._link = link
         self._work = threading.Condition(self._mutex)
-        # Guarded by the mutex. Transfers that have not ended, and what they are: none of them may outlive the step.
-        self._pending: dict[Transfer, str] = {}
+        # Guarded by the mutex. Those that have not ended, in order: none of them may outlive the step.
+        self._pending: dict[_Job, None] = {}
         self._urgent: deque[_Job] = deque()
         self._bulk: deque[_Job] = deque()
         self._thread: threading.Thread | None = None
@@ -159,17 +140,17 @@ class TimedLane(Lane):
         if thread is not None:
             thread.join()
         with self._mutex:
-            ready = {job.transfer for job in (*self._urgent, *self._bulk)}
+            ready = {*self._urgent, *self._bulk}
             pending, self._pending = self._pending, {}
             self._urgent.clear()
             self._bulk.clear()
         with contextlib.ExitStack() as stack:  # all of them, even if one raises
-            for transfer, label in reversed(pending.items()):
-                if transfer in ready:
-                    stack.callback(transfer.make)
+            for job in reversed(pending):
+                if job in ready:
+                    stack.callback(job.transfer.make)
                 else:
-                    error = TransferGivenUp(f"{self.name}: the step ended before {label or 'a copy'} was made")
-                    stack.callback(transfer.end, error)
+                    error = TransferGivenUp(f"{self.name}: the step ended before {job.label or 'a copy'} was made")
+                    stack.callback(job.transfer.end, error)
 
     def submit(
         self, sources: Sequence[Tensor], *, is_bulk: bool, after: Transfer | None = None, label: str = ""
@@ -178,33 +159,33 @@ class TimedLane(Lane):
             return Done([])
         pairs = pairs_of(sources)
         transfer = Transfer([copy for copy, _ in pairs], pairs)
+        job = _Job(transfer, is_bulk, label)
         with self._mutex:
             self._count(num_bytes_of([stored(copy) for copy in transfer.tensors]), label)
-            self._pending[transfer] = label
+            self._pending[job] = None
         if after is None:
-            self._enqueue(transfer, is_bulk, label)
+            self._enqueue(job)
         else:
             # A job that cannot move yet is not in a queue: nothing has to wait behind it.
-            after.when_done(Edge.OFFLOADED, lambda: self._enqueue_behind(after, transfer, is_bulk, label))
+            after.when_done(Edge.OFFLOADED, lambda: self._enqueue_behind(after, job))
         return transfer
 
-    def _enqueue_behind(self, after: Transfer, transfer: Transfer, is_bulk: bool, label: str) -> None:
+    def _enqueue_behind(self, after: Transfer, job: _Job) -> None:
         try:
             if after.is_done():
                 after.await_done()  # it may have failed; then its copies are not what was asked for
         except BaseException as error:
-            self._forget(transfer)
-            transfer.end(error)
+            self._end(job, error)
         else:
-            self._enqueue(transfer, is_bulk, label)
+            self._enqueue(job)
 
-    def _enqueue(self, transfer: Transfer, is_bulk: bool, label: str) -> None:
-        pieces = pieces_of(transfer.pairs, self._link.chunk_bytes if is_bulk else math.inf)
+    def _enqueue(self, job: _Job) -> None:
+        job.pieces = pieces_of(job.transfer.pairs, self._link.chunk_bytes if job.is_bulk else math.inf)
         with self._work:
-            if transfer not in self._pending or not self._is_open:  # given up
+            if job not in self._pending or not self._is_open:  # given up
                 return
-            job = _Job(transfer, pieces, self._link.clock.now_ms(), label)
-            (self._bulk if is_bulk else self._urgent).append(job)
+            job.ready_ms = self._link.clock.now_ms()
+            (self._bulk if job.is_bulk else self._urgent).append(job)
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 thread.start()
@@ -213,9 +194,10 @@ class TimedLane(Lane):
         if self._broken is not None:
             self._fail_all(self._broken)
 
-    def _forget(self, transfer: Transfer) -> None:
+    def _end(self, job: _Job, error: BaseException | None) -> None:
         with self._mutex:
-            self._pending.pop(transfer, None)
+            self._pending.pop(job, None)
+        job.transfer.end(error)
 
     def _serve(self) -> None:
         """The life of the thread."""
@@ -254,16 +236,15 @@ class TimedLane(Lane):
         if job.pieces and error is None:
             return
         queue.popleft()  # only this thread takes from queues, so it is still the first
-        self._forget(job.transfer)
         if moved is not None and job.began_ms is not None and error is None:
             moved.append(Moved(self.direction, job.began_ms / 1e3, clock.now_ms() / 1e3, job.label))
-        job.transfer.end(error)
+        self._end(job, error)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._mutex:
-            pending, self._pending = list(self._pending), {}
-        for transfer in pending:
-            transfer.end(error)
+            pending, self._pending = self._pending, {}
+        for job in pending:
+            job.transfer.end(error)
 
 
 class VirtualDevice(Device):
@@ -281,7 +262,7 @@ class VirtualDevice(Device):
         self,
         index: int,
         *,
-        link: Link | None = None,
+        link: TimedLink | None = None,
         memory_limit: int | None = None,
         speed: float | None = None,
     ) -> None:
@@ -289,7 +270,7 @@ class VirtualDevice(Device):
         host = torch.device("cpu")
         h2d, d2h = (DirectLane(host) if link is None else link.lane(name, lane) for lane in ("h2d", "d2h"))
         super().__init__(index, host, h2d, d2h, DeviceMemory(name, memory_limit))
-        clock = Link.clock if link is None else link.clock
+        clock = Clock() if link is None else link.clock
         self._seconds = perf_counter if type(clock) is Clock else lambda: clock.now_ms() / 1e3
         self.aliases_host = link is None
         self.is_shared = self.counts_activations = link is not None

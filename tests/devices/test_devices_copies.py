@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.chunks import pairs_of, pieces_of
 from lightning_roundpipe.devices.transfer import Edge
-from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from tests.support.engine.lazy_link import LazyLink, opened
 
-LINKS: dict[str, Callable[[], Link]] = {"timed": lambda: TimedLink(chunk_bytes=16), "lazy": LazyLink}
+LINKS: dict[str, Callable[[], TimedLink]] = {"timed": lambda: TimedLink(chunk_bytes=16), "lazy": LazyLink}
 
 
 def bulk_of(num_bytes: int) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_roundpipe.devices import links
 from lightning_roundpipe.devices.links import Way, groups_of, known_links, measured, settled, with_links
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
 from tests.support.flying_clock import FlyingClock
 from tests.support.shared_bus import SharedBus
@@ -31,7 +31,7 @@ def smaller_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-def pool_of(num_devices: int, link: Link | None, memory_limit: int | None = None) -> DevicePool:
+def pool_of(num_devices: int, link: TimedLink | None, memory_limit: int | None = None) -> DevicePool:
     return DevicePool([HOST] * num_devices, link=link, memory_limit=memory_limit)
 
 

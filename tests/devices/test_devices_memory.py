@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.devices.memory import KINDS, DeviceMemory, DeviceOutOfMemoryError, Kind
 from lightning_roundpipe.devices.transfer import Done, Edge
-from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from tests.support.engine.lazy_link import LazyLink, opened
 
 JOIN_S = 60.0
@@ -251,7 +251,7 @@ def test_there_is_room_to_make_until_half_is_kept_free_and_only_if_that_was_book
 @pytest.mark.parametrize(
     "link", [LazyLink(), TimedLink(bytes_per_ms=1e4, latency_ms=0.1, chunk_bytes=1000)], ids=["lazy", "timed"]
 )
-def test_room_comes_from_copies_that_are_waited_for(link: Link) -> None:
+def test_room_comes_from_copies_that_are_waited_for(link: TimedLink) -> None:
     kept = []
     with opened(link, memory_limit=4000) as device:
         for step in range(20):

@@ -23,7 +23,7 @@ import lightning_roundpipe
 from lightning_roundpipe.devices.memory import DeviceMemory, Kind
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Edge, Transfer
-from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from tests.support.engine import wide_units
 from tests.support.engine.lazy_link import LazyLink, LazyTransfer, cpu_pool
 from tests.support.engine.whole_steps import FEATURES, NUM_DEVICES, difference, results, right_results
@@ -45,11 +45,11 @@ class Tight(DeviceMemory):
         return kind != "activations" and super().try_reserve(kind, num_bytes, **kwargs)
 
 
-def two_devices(link: Link) -> DevicePool:
+def two_devices(link: TimedLink) -> DevicePool:
     return DevicePool([torch.device("cpu")] * NUM_DEVICES, link=link)
 
 
-def no_room_to_spare(link: Link) -> DevicePool:
+def no_room_to_spare(link: TimedLink) -> DevicePool:
     pool = two_devices(link)
     for device in pool.devices:
         device.memory = Tight(device.memory.name)
@@ -67,7 +67,7 @@ class Place:
     line: int
 
 
-def steps_on(make_pool: Callable[[Link], DevicePool]) -> dict[str, Tensor]:
+def steps_on(make_pool: Callable[[TimedLink], DevicePool]) -> dict[str, Tensor]:
     return results(make_pool(LazyLink(is_strict=True)), features=UNTIED)
 
 
@@ -102,7 +102,7 @@ class Waits:
         self.seen.add((edge, place))
         return (edge, place) == self.left_out
 
-    def without(self, edge: Edge, place: Place, make_pool: Callable[[Link], DevicePool]) -> str | None:
+    def without(self, edge: Edge, place: Place, make_pool: Callable[[TimedLink], DevicePool]) -> str | None:
         """What goes wrong when there is no wait for ``edge`` at ``place``; None if nothing does."""
         self.left_out = edge, place
         try:
@@ -115,7 +115,7 @@ class Waits:
 
 @pytest.mark.parametrize("make_pool", POOLS)
 @pytest.mark.parametrize("link", [LazyLink(is_strict=True), TimedLink(latency_ms=0.1)], ids=["strict", "slow"])
-def test_copies_change_nothing(link: Link, make_pool: Callable[[Link], DevicePool]) -> None:
+def test_copies_change_nothing(link: TimedLink, make_pool: Callable[[TimedLink], DevicePool]) -> None:
     assert difference(results(make_pool(link), features=UNTIED), right_results(UNTIED)) is None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from lightning_roundpipe.planning import CostProfile, Machine, Partition
 from lightning_roundpipe.planning.plan import StageMemoryError, needed_bytes, plan_training
 from tests.support.engine.lazy_link import LazyLink
@@ -126,7 +126,7 @@ def _plain_gradients(net: nn.Module, microbatches: list[Tensor]) -> list[Tensor 
     return [parameter.grad for parameter in plain.parameters()]
 
 
-def limited(graph: Graph, seed: int, devices: int, link: Link, limit: int | None) -> Steps:
+def limited(graph: Graph, seed: int, devices: int, link: TimedLink, limit: int | None) -> Steps:
     pool = DevicePool([torch.device("cpu")] * devices, link=link, memory_limit=limit)
     return make_steps(graph, planner(seed), pool=pool, round_size=2)
 

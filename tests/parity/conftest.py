@@ -27,13 +27,13 @@ import pytest
 import torch
 
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import Link, TimedLink
+from lightning_roundpipe.devices.virtual import TimedLink
 from tests.parity import driver
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.late_updates import late, late_updates, small_updates  # noqa: F401
 
 # See [Note: ways to copy]. 25 GB/s and 10 microseconds are what PCIe 4.0 x16 gives.
-_LINKS: dict[str, Callable[[], Link | None]] = {
+_LINKS: dict[str, Callable[[], TimedLink | None]] = {
     "aliases": lambda: None,
     "lazy": LazyLink,
     "copies": lambda: TimedLink(bytes_per_ms=25e6, latency_ms=0.01),

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.chunks import pairs_of
 from lightning_roundpipe.devices.transfer import Lane, Moved, Transfer
-from lightning_roundpipe.devices.virtual import Clock, Link
+from lightning_roundpipe.devices.virtual import Clock, TimedLink
 
 
 class BusClock(Clock):
@@ -77,7 +77,7 @@ class BusLane(Lane):
         self.bus.move()
 
 
-class SharedBus(Link):
+class SharedBus(TimedLink):
     """See above.
 
     Args:
@@ -94,6 +94,7 @@ class SharedBus(Link):
         host_bytes_per_ms: float = math.inf,
         latency_ms: float = 0.01,
     ) -> None:
+        super().__init__()
         self.clock: BusClock = BusClock()
         self.pending: list[_Copy] = []
         self._links = {"h2d": up, "d2h": down}

@@ -17,7 +17,7 @@ from lightning_roundpipe.common.sizes import num_bytes_of
 from lightning_roundpipe.devices.chunks import pairs_of, stored
 from lightning_roundpipe.devices.pool import DevicePool
 from lightning_roundpipe.devices.transfer import Done, Edge, Lane, Moved, Transfer
-from lightning_roundpipe.devices.virtual import Link, TransferGivenUp, VirtualDevice
+from lightning_roundpipe.devices.virtual import TimedLink, TransferGivenUp, VirtualDevice
 
 
 class LazyTransfer(Transfer):
@@ -91,10 +91,11 @@ class LazyLane(Lane):
             self.pending.clear()
 
 
-class LazyLink(Link):
+class LazyLink(TimedLink):
     """See :class:`LazyLane`."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
+        super().__init__()
         self._is_strict = is_strict
 
     def lane(self, device_name: str, direction: str) -> LazyLane:
@@ -108,7 +109,7 @@ def cpu_pool(num_devices: int, *, copies: bool = False, memory_limit: int | None
 
 
 @contextlib.contextmanager
-def opened(link: Link, **arguments: int) -> Iterator[VirtualDevice]:
+def opened(link: TimedLink, **arguments: int) -> Iterator[VirtualDevice]:
     """A device in a step."""
     device = VirtualDevice(0, link=link, **arguments)
     device.open()
