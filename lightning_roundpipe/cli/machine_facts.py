@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_roundpipe.__about__ import __version__
-from lightning_roundpipe.planning import Machine
 
 _PACKAGE = "lightning-roundpipe"
 _OPTIONAL = ("transformers", "peft")
@@ -139,7 +138,7 @@ def page_locking() -> dict[str, int | None]:
     import torch
 
     from lightning_roundpipe.common.pages import OwnPages
-    from lightning_roundpipe.devices.gpu.driver import driver_of
+    from lightning_roundpipe.devices.gpu.cuda import PageLocker
 
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found: dict[str, int | None] = {"limit_bytes": None if limit == resource.RLIM_INFINITY else limit}
@@ -147,10 +146,10 @@ def page_locking() -> dict[str, int | None]:
     # Of accelerators without this, torch does not show how they lock memory.
     if not devices or not hasattr(torch.get_device_module(devices[0]), "cudart"):
         return {**found, "tried_bytes": None, "error": None}
-    driver, pages = driver_of(devices[0].type), OwnPages(_LOCKED_BYTES)
-    error = driver.page_lock(pages.address, pages.num_bytes)
+    locker, pages = PageLocker(devices[0].type), OwnPages(_LOCKED_BYTES)
+    error = locker.page_lock(pages.address, pages.num_bytes)
     if not error:
-        driver.page_unlock(pages.address)
+        locker.page_unlock(pages.address)
     return {**found, "tried_bytes": pages.num_bytes, "error": error}
 
 

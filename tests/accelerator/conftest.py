@@ -52,4 +52,4 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuDriver]:
     made = GpuDriver("sim")
     monkeypatch.setattr(gpu_driver, "driver_of", lambda device_type: made)
     yield made
-    assert (made.host.in_place_bytes, made.host.own_bytes) == (0, 0), "page-locked memory was left behind"
+    assert (made.host.in_place_bytes, made.host.buffers.own_bytes) == (0, 0), "page-locked memory was left behind"

@@ -228,7 +228,7 @@ def test_weights_are_staged_two_chunks_at_a_time(device: GpuDevice, monkeypatch:
     weights = [torch.randn(5 * MIB), torch.randn(100)]
     copies = device.upload(weights, "w", is_bulk=True).wait(Edge.WEIGHTS)
     assert all(copy.cpu().equal(weight) for copy, weight in zip(copies, weights, strict=True))
-    assert 0 < device.page_locked.own_bytes <= 3 * MIB
+    assert 0 < device.page_locked.buffers.own_bytes <= 3 * MIB
 
 
 # --- the end of a transfer ---------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def wrong_copies() -> str | None:
     problems: list[str] = []
     try:
         for value in range(3):
-            source, _ = device.page_locked.empty_like(torch.empty(WIDTH))
+            source, _ = device.page_locked.buffers.empty_like(torch.empty(WIDTH))
             upload = device.upload([source.fill_(value)], "up")
             del source
             made = torch.full((WIDTH,), -1.0, device=device.torch_device)
@@ -76,7 +76,7 @@ def wrong_copies() -> str | None:
             if not copy.cpu().eq(value).all() or not download.wait(Edge.GRADIENTS)[0].eq(-1).all():
                 problems.append("a copy is not what was copied")
             del copy, upload, download, passing
-        device.upload([device.page_locked.empty_like(torch.empty(WIDTH))[0].fill_(9)], "never read")
+        device.upload([device.page_locked.buffers.empty_like(torch.empty(WIDTH))[0].fill_(9)], "never read")
         device.close()
         device.open()
         made = torch.full((WIDTH,), -1.0, device=device.torch_device)
@@ -97,7 +97,7 @@ def wrong_weights() -> str | None:
     sums: list[Tensor] = []
     try:
         for value in range(3):
-            source, _ = device.page_locked.empty_like(torch.empty(WIDTH))
+            source, _ = device.page_locked.buffers.empty_like(torch.empty(WIDTH))
             upload = device.upload([source.fill_(value)], "weights", is_bulk=True)
             (copy,) = upload.wait(Edge.WEIGHTS)
             upload.await_done()

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_roundpipe import RoundPipeTimeline
 from lightning_roundpipe.devices.gpu import pinned
+from lightning_roundpipe.devices.gpu.cuda import PageLocker
 from lightning_roundpipe.devices.gpu.driver import GpuDriver
 from lightning_roundpipe.devices.gpu.lanes import GpuTransfer
 from lightning_roundpipe.devices.pool import DevicePool
@@ -107,7 +108,7 @@ def test_no_thread_works_on_a_gpu_that_is_not_of_the_pool(sim: ModuleType, monke
 
         return method
 
-    monkeypatch.setattr(GpuDriver, "page_lock", noted(GpuDriver.page_lock))
+    monkeypatch.setattr(PageLocker, "page_lock", noted(PageLocker.page_lock))
     monkeypatch.setattr(GpuTransfer, "settle", noted(GpuTransfer.settle))
     callbacks = [AtEnd(lambda trainer: places.update(main=sim.current_device()))]
     fit("roundpipe", Small, make_loader(), callbacks=callbacks, **{**TWICE, "devices": [2, 3]})

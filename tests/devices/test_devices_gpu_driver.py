@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.devices.gpu.cuda import PageLocker
 from lightning_roundpipe.devices.gpu.device import GpuDevice
 from lightning_roundpipe.devices.gpu.driver import GpuDriver, MemoryState, is_supported
 from lightning_roundpipe.devices.memory import DeviceOutOfMemoryError
@@ -179,16 +180,13 @@ def test_the_users_own_limit_is_kept_if_it_is_smaller(cuda: Cuda, driver: GpuDri
     assert cuda.fraction == 0.25
     device.dispose()
     assert cuda.fraction == 0.25
-    driver.limit(GPU, 12 * GIB)
-    assert cuda.fraction == 0.25
-    driver.unlimit(GPU)
 
 
 def test_page_locks_go_with_the_last_device(cuda: Cuda, driver: GpuDriver) -> None:
     devices = [GpuDevice(i, 0, num_sharing=2, driver=driver) for i in range(2)]
-    driver.host.empty_like(torch.randn(MIB))
+    driver.host.buffers.empty_like(torch.randn(MIB))
     devices[0].dispose()
-    assert driver.host.own_bytes
+    assert driver.host.buffers.own_bytes
     devices[1].dispose()
     assert [call[0] for call in cuda.cudart().calls] == ["cudaHostRegister", "cudaHostUnregister"]
     assert devices[0].memory.name == "device 0 on GPU 0"
@@ -237,7 +235,7 @@ def test_an_accelerator_may_have_less_than_cuda(monkeypatch: pytest.MonkeyPatch)
     assert gpu == torch.device("xpu", 0)
     assert driver.default_stream(gpu) == "default"
     assert driver.record("stream") is event
-    assert driver.page_lock(4096, 100) != 0
+    assert PageLocker("xpu").page_lock(4096, 100) != 0
     driver.set_fraction(gpu, 0.5)
     assert driver.fraction(gpu) is None
     driver.empty_cache()
@@ -264,9 +262,9 @@ def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
 
     monkeypatch.setattr(torch, "zeros", raises)
-    driver = GpuDriver()
-    assert driver.page_lock(4096, 100) == 712
-    driver.page_unlock(4096)
+    locker = PageLocker("cuda")
+    assert locker.page_lock(4096, 100) == 712
+    locker.page_unlock(4096)
     assert runtime.calls == [("cudaHostRegister", 4096, 100, 1), ("cudaHostUnregister", 4096)]
     assert launches == [{"device": "cuda"}] * 2
 
@@ -274,6 +272,6 @@ def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPa
 def test_a_page_lock_that_works_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     use_module(Recorder(cudart=Recorder(cudaHostRegister=0, cudaHostUnregister=0)), monkeypatch)
     monkeypatch.setattr(torch, "zeros", None)
-    driver = GpuDriver()
-    assert driver.page_lock(4096, 100) == 0
-    driver.page_unlock(4096)
+    locker = PageLocker("cuda")
+    assert locker.page_lock(4096, 100) == 0
+    locker.page_unlock(4096)

@@ -34,49 +34,49 @@ def test_buffers_hold_any_type_and_shape(driver: PageLocks, memory: PageLockedMe
     made: list[tuple[Tensor, Tensor]] = []
     for numbers in sources():
         source = numbers.to(dtype)
-        buffer, is_locked = memory.empty_like(source)
+        buffer, is_locked = memory.buffers.empty_like(source)
         assert is_locked
         assert (buffer.shape, buffer.dtype, buffer.stride()) == (source.shape, dtype, torch.empty_like(source).stride())
         made.append((buffer.copy_(source), source))
     memory.dispose()
     assert driver.locked == {}
     assert all(torch.equal(buffer, source) for buffer, source in made)
-    buffer, _ = memory.empty_like(large())
+    buffer, _ = memory.buffers.empty_like(large())
     assert driver.locked == {buffer.data_ptr(): 8 * MIB}
 
 
 def test_a_buffer_is_used_again_when_all_its_views_are_gone(memory: PageLockedMemory) -> None:
-    tensor, _ = memory.empty_like(large())
-    address, total = tensor.data_ptr(), memory.own_bytes
+    tensor, _ = memory.buffers.empty_like(large())
+    address, total = tensor.data_ptr(), memory.buffers.own_bytes
     view = tensor.view(2, -1)[1].expand(3, -1)
     del tensor
-    assert memory.empty_like(large())[0].data_ptr() != address, "a view still has the memory"
+    assert memory.buffers.empty_like(large())[0].data_ptr() != address, "a view still has the memory"
     del view
-    again, _ = memory.empty_like(large())
-    more, _ = memory.empty_like(large())
+    again, _ = memory.buffers.empty_like(large())
+    more, _ = memory.buffers.empty_like(large())
     assert address in {again.data_ptr(), more.data_ptr()}
-    assert memory.own_bytes == 2 * total, "both were there"
+    assert memory.buffers.own_bytes == 2 * total, "both were there"
 
 
 def test_a_buffer_that_a_graph_has_saved_is_not_used_again(memory: PageLockedMemory) -> None:
-    tensor, _ = memory.empty_like(large())
+    tensor, _ = memory.buffers.empty_like(large())
     address = tensor.fill_(2.0).data_ptr()
     weight = torch.ones(2 * MIB, requires_grad=True)
     loss = (tensor * weight).sum()
     del tensor
-    other, _ = memory.empty_like(large())
+    other, _ = memory.buffers.empty_like(large())
     assert other.data_ptr() != address
     other.fill_(-1.0)
     loss.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
     del loss, other
-    memory.empty_like(large())
-    assert memory.own_bytes == 16 * MIB
+    memory.buffers.empty_like(large())
+    assert memory.buffers.own_bytes == 16 * MIB
 
 
 def test_small_buffers_share_page_locks(driver: PageLocks, memory: PageLockedMemory) -> None:
-    tensors = [memory.empty_like(torch.ones(1000))[0] for _ in range(100)]
+    tensors = [memory.buffers.empty_like(torch.ones(1000))[0] for _ in range(100)]
     for i, tensor in enumerate(tensors):
         tensor.fill_(float(i))
     assert [float(tensor.sum()) for tensor in tensors] == [1000.0 * i for i in range(100)], "buffers overlap"
@@ -98,10 +98,10 @@ def test_free_buffers_of_other_sizes_are_given_up(sizes: list[int]) -> None:
     driver = PageLocks()
     most = 0
     for size in sizes:  # one after the other: at most one in use
-        tensor, _ = driver.host.empty_like(torch.empty(size, dtype=torch.uint8, device="meta"))
+        tensor, _ = driver.host.buffers.empty_like(torch.empty(size, dtype=torch.uint8, device="meta"))
         most = max(most, size)
-        assert driver.host.own_bytes <= 1.25 * 1.125 * most + MIB
-        assert sum(driver.locked.values()) == driver.host.own_bytes
+        assert driver.host.buffers.own_bytes <= 1.25 * 1.125 * most + MIB
+        assert sum(driver.locked.values()) == driver.host.buffers.own_bytes
         tensor[[0, -1]] = 1
         del tensor
     driver.host.dispose()
@@ -110,20 +110,20 @@ def test_free_buffers_of_other_sizes_are_given_up(sizes: list[int]) -> None:
 
 def test_buffers_die_in_any_thread(memory: PageLockedMemory) -> None:
     """Also in one that is inside the memory's own lock: nothing waits for it there."""
-    tensors = [memory.empty_like(torch.ones(MIB))[0] for _ in range(4)]
+    tensors = [memory.buffers.empty_like(torch.ones(MIB))[0] for _ in range(4)]
 
     def drop() -> None:
         tensors.clear()
 
-    with memory._buffers._lock:
+    with memory.buffers._lock:
         thread = threading.Thread(target=drop)
         thread.start()
         thread.join(timeout=120)
         assert not thread.is_alive()
-    total = memory.own_bytes
-    kept = [memory.empty_like(torch.ones(MIB))[0] for _ in range(4)]
+    total = memory.buffers.own_bytes
+    kept = [memory.buffers.empty_like(torch.ones(MIB))[0] for _ in range(4)]
     assert len({tensor.data_ptr() for tensor in kept}) == 4
-    assert memory.own_bytes == total
+    assert memory.buffers.own_bytes == total
 
 
 @pytest.mark.skipif(
@@ -139,7 +139,7 @@ def test_large_buffers_are_in_huge_pages_before_they_are_locked(num_bytes: int, 
             return super().page_lock(address, num_bytes)
 
     driver = Looks()
-    tensor, _ = driver.host.empty_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+    tensor, _ = driver.host.buffers.empty_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
     assert advised == [is_huge]
     assert tensor.data_ptr() % HUGE_PAGE == 0 or not is_huge
     tensor.fill_(1)
@@ -163,7 +163,7 @@ def flags_of(address: int) -> list[str]:
 def test_a_buffer_does_not_wait_until_others_are_locked(driver: PageLocks) -> None:
     """Neither until weights are, nor until buffers of another size are."""
     begun, may_go_on = threading.Event(), threading.Event()
-    known = driver.host.empty_like(torch.ones(100))  # others of its size are there
+    known = driver.host.buffers.empty_like(torch.ones(100))  # others of its size are there
     page_lock = driver.page_lock
 
     def held(address: int, num_bytes: int) -> int:
@@ -174,18 +174,18 @@ def test_a_buffer_does_not_wait_until_others_are_locked(driver: PageLocks) -> No
     weight, made = torch.ones(MIB), []
     for _ in range(2):
         travel(driver.host, weight)
-    driver.host.give_up_spare()
+    driver.host.buffers.give_up_spare()
     driver.page_lock = held  # type: ignore[method-assign]
     for work in (
         lambda: travel(driver.host, weight),  # for the third time
-        lambda: made.append(driver.host.empty_like(torch.ones(3 * MIB))[0]),
+        lambda: made.append(driver.host.buffers.empty_like(torch.ones(3 * MIB))[0]),
     ):
         begun.clear()
         may_go_on.clear()
         locking = threading.Thread(target=work)
         locking.start()
         assert begun.wait(30)
-        downloading = threading.Thread(target=driver.host.empty_like, args=(torch.ones(100),))
+        downloading = threading.Thread(target=driver.host.buffers.empty_like, args=(torch.ones(100),))
         downloading.start()
         downloading.join(30)
         waited = downloading.is_alive()

@@ -88,7 +88,7 @@ def test_a_refusal_is_told_once_with_its_size(driver: PageLocks, memory: PageLoc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         travel(memory, *weights)  # it is not tried again
-        buffer, is_locked = memory.empty_like(torch.empty(3 * MIB))
+        buffer, is_locked = memory.buffers.empty_like(torch.empty(3 * MIB))
     assert not is_locked
     assert memory.pageable_bytes == (2 + 4 + 12) * MIB
     buffer.fill_(3.0)
@@ -353,7 +353,7 @@ def test_children_of_a_fork_do_not_get_what_is_locked() -> None:
     held: dict[str, Any] = {"driver": driver, "weights": torch.ones(MIB)}
     lock_in_place(driver.host, held["weights"], shared)
     assert driver.host.in_place_bytes >= 2 * 4 * MIB - 2 * PAGE
-    held["buffer"] = driver.host.empty_like(shared)[0].fill_(1.0)
+    held["buffer"] = driver.host.buffers.empty_like(shared)[0].fill_(1.0)
     del driver
 
     def drop() -> None:

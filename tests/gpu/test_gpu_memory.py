@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.common.pages import PAGE
+from lightning_roundpipe.devices.gpu.cuda import PageLocker
 from lightning_roundpipe.devices.gpu.device import GpuDevice
 from lightning_roundpipe.devices.gpu.driver import driver_of
 from lightning_roundpipe.devices.transfer import CHUNK_BYTES, Edge
@@ -171,7 +172,7 @@ def test_page_locks_in_place(device: GpuDevice) -> None:
     assert weight.is_pinned()
     assert 16 * MIB - PAGE < device.page_locked.in_place_bytes <= 16 * MIB
     # A second lock is refused, and the refusal must not reach the next launch.
-    assert driver_of("cuda").page_lock(weight.data_ptr(), 16 * MIB) != 0
+    assert PageLocker("cuda").page_lock(weight.data_ptr(), 16 * MIB) != 0
     torch.ones(3, device=GPU).add_(1)
     torch.cuda.current_stream().synchronize()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.devices.gpu.cuda import PageLocker
 from lightning_roundpipe.devices.gpu.pinned import PageLockedMemory
 
 
-class PageLocks:
-    """In the place of a driver.
+class PageLocks(PageLocker):
+    """In the place of a driver's.
 
     Attributes:
         host: the memory for which it locks.
@@ -55,4 +56,4 @@ def lock_in_place(memory: PageLockedMemory, *sources: Tensor) -> None:
     """They travel in as many steps as it takes until they are locked where they are; no buffer is left."""
     for _ in range(3):
         travel(memory, *sources)
-    memory.give_up_spare()
+    memory.buffers.give_up_spare()

@@ -17,6 +17,7 @@ import re
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # cudaHostRegisterPortable: page-locked for all GPUs of the process.
 _PORTABLE = 1
@@ -46,30 +47,35 @@ def is_lost(error: BaseException) -> bool:
     return found is not None and found[1].strip() in _LOST.values()
 
 
-def host_register(api: Any, device_type: str, address: int, num_bytes: int) -> int:
-    """Page-locks memory of the host; 0, or the runtime's error code.
+class PageLocker:
+    """Page-locks memory of the host for accelerators of one type."""
 
-    Args:
-        api: the module of torch for accelerators of ``device_type``.
-    """
-    if not hasattr(api, "cudart"):
-        return _NOT_SUPPORTED
-    error = int(api.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
-    if error:
-        _clear_error(device_type)
-    return error
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._api: Any = torch.get_device_module(device_type)
 
+    def page_lock(self, address: int, num_bytes: int) -> int:
+        """Page-locks memory; 0, or the runtime's error code."""
+        if not hasattr(self._api, "cudart"):
+            return _NOT_SUPPORTED
+        error = int(self._api.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+        if error:
+            self._clear_error()
+        return error
 
-def host_unregister(api: Any, device_type: str, address: int) -> None:
-    """Undoes :func:`host_register`."""
-    if int(api.cudart().cudaHostUnregister(address)):
-        _clear_error(device_type)
+    def page_unlock(self, address: int) -> None:
+        """Undoes :meth:`page_lock`."""
+        if int(self._api.cudart().cudaHostUnregister(address)):
+            self._clear_error()
 
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor on the host is page-locked, by this process or others."""
+        return tensor.is_pinned()
 
-def _clear_error(device_type: str) -> None:
-    """The runtime reports an error again to the next kernel launch of the thread, and torch raises it there.
+    def _clear_error(self) -> None:
+        """The runtime reports an error again to the next kernel launch of the thread, and torch raises it there.
 
-    Torch has no call to clear it, so that a launch is made for it.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.zeros((), device=device_type).add_(1)
+        Torch has no call to clear it, so that a launch is made for it.
+        """
+        with contextlib.suppress(RuntimeError):
+            torch.zeros((), device=self._device_type).add_(1)

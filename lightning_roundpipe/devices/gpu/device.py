@@ -94,8 +94,8 @@ class GpuDevice(Device):
         index: position in the pool.
         ordinal: of the GPU.
         num_sharing: devices on this GPU; see [Note: several devices on one GPU].
-        memory_limit: bytes that the allocator of torch may take for the device, until :meth:`dispose`: nothing of this
-            process exceeds it. None for its part of what is free now. The books have less in either case: what is
+        memory_limit: bytes that the allocator of torch may take for the device, until all are given up: nothing of
+            this process exceeds it. None for its part of what is free now. The books have less in either case: what is
             allocated already, and a reserve, are taken off.
         driver: of the GPUs of its type.
 
@@ -126,7 +126,6 @@ class GpuDevice(Device):
         self._leaving: deque[_Freed | GpuTransfer] = deque()
         # Where micro-batches began a stage: an event, and bytes of activations that were submitted to go down.
         self._begun: deque[tuple[Any, int]] = deque()
-        self._is_limited = memory_limit is not None
         self._is_disposed = False
         if memory_limit is not None:
             driver.limit(torch_device, num_sharing * memory_limit)
@@ -188,7 +187,7 @@ class GpuDevice(Device):
         if tensor.layout is not torch.strided:
             return super().keep(tensor)
         with plain_mode():
-            copy, is_locked = self._driver.host.empty_like(tensor)
+            copy, is_locked = self._driver.host.buffers.empty_like(tensor)
             return Done([copy.copy_(tensor)], is_page_locked=is_locked)
 
     def free(self, tensors: Sequence[Tensor], after: Transfer | None = None) -> Passing | None:
@@ -249,20 +248,15 @@ class GpuDevice(Device):
 
     def give_up_spare(self) -> None:
         super().give_up_spare()
-        self.page_locked.give_up_spare()
+        self.page_locked.buffers.give_up_spare()
 
     def dispose(self) -> None:
-        """The limit of the allocator is what it was before, and with the last device no memory is page-locked."""
+        """With the last device the limit of the allocator is what it was before, and no memory is page-locked."""
         if self._is_disposed:
             return
         self._is_disposed = True
         self._await_leaving()  # the device outlives its use, in the Trainer for example: tensors must not
-        try:
-            if self._is_limited:
-                with self._noting_loss():
-                    self._driver.unlimit(self.torch_device)
-        finally:
-            self._driver.release()
+        self._driver.release()
 
     @property
     def page_locked(self) -> PageLockedMemory:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,13 +48,12 @@ class GpuDriver:
     def __init__(self, device_type: str = "cuda") -> None:
         self.device_type = device_type
         self._api: Any = torch.get_device_module(device_type)
-        self.host = PageLockedMemory(self)
+        self.host = PageLockedMemory(cuda.PageLocker(device_type))
         self.issue_lock = IssueLock()
         self._lock = threading.Lock()
         self._num_users = 0
         self._peaks: dict[torch.device, int] = defaultdict(int)  # of allocated bytes, until torch's began anew
-        # GPU -> how many devices limit its memory, and the user's fraction (None if torch cannot tell).
-        self._limited: dict[int, tuple[int, float | None]] = {}
+        self._users_fractions: dict[torch.device, float] = {}  # of GPUs that are limited
 
     # --- streams, events, copies -----------------------------------------------------------------------------------
 
@@ -137,11 +136,16 @@ class GpuDriver:
     def empty_cache(self) -> None:
         """The allocators of all GPUs give back what they keep; as far as one that is lost lets them."""
         if hasattr(self._api, "empty_cache"):
-            try:
+            with self._loss_ignored():
                 self._api.empty_cache()
-            except RuntimeError as error:
-                if not self.is_lost(error):
-                    raise
+
+    @contextlib.contextmanager
+    def _loss_ignored(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.is_lost(error):
+                raise
 
     def fraction(self, device: torch.device) -> float | None:
         """The fraction of the memory that this process may use; None if torch cannot tell."""
@@ -154,56 +158,31 @@ class GpuDriver:
             self._api.set_per_process_memory_fraction(fraction, device)
 
     def limit(self, device: torch.device, num_bytes: int) -> None:
-        """The allocator gives this process at most ``num_bytes``, or less if the user has said so before.
-
-        Every call needs an :meth:`unlimit`.
-        """
-        total = self.memory(device).total
+        """The allocator gives this process at most ``num_bytes``, or less if the user has said so before, as long as
+        there are devices."""
+        total, fraction = self.memory(device).total, self.fraction(device)
         with self._lock:
-            key = device.index or 0
-            num_limits, users = self._limited.get(key, (0, None))
-            if num_limits == 0:
-                users = self.fraction(device)
-            self._limited[key] = (num_limits + 1, users)
-            self.set_fraction(device, min(1.0 if users is None else users, num_bytes / total))
+            users = self._users_fractions.setdefault(device, 1.0 if fraction is None else fraction)
+            self.set_fraction(device, min(users, num_bytes / total))
 
-    def unlimit(self, device: torch.device) -> None:
-        """With the last of them the user's fraction is put back; all of the GPU if torch could not tell it."""
-        with self._lock:
-            key = device.index or 0
-            num_limits, users = self._limited[key]
-            if num_limits > 1:
-                self._limited[key] = (num_limits - 1, users)
-                return
-            del self._limited[key]
-            self.set_fraction(device, 1.0 if users is None else users)
-
-    # --- memory of the host ----------------------------------------------------------------------------------------
+    # --- what devices share ----------------------------------------------------------------------------------------
 
     def retain(self) -> None:
-        """A device needs page-locked memory from now on."""
+        """There is one more device."""
         with self._lock:
             self._num_users += 1
 
     def release(self) -> None:
-        """A device does not need it any more; with the last one all of it is given up."""
+        """A device is given up; with the last one go all limits and all page-locked memory."""
         with self._lock:
             self._num_users -= 1
-            is_last = self._num_users == 0
-        if is_last:
-            self.host.dispose()
-
-    def page_lock(self, address: int, num_bytes: int) -> int:
-        """See :class:`pinned.PageLocker`."""
-        return cuda.host_register(self._api, self.device_type, address, num_bytes)
-
-    def page_unlock(self, address: int) -> None:
-        """See :class:`pinned.PageLocker`."""
-        cuda.host_unregister(self._api, self.device_type, address)
-
-    def is_page_locked(self, tensor: Tensor) -> bool:
-        """See :class:`pinned.PageLocker`."""
-        return tensor.is_pinned()
+            if self._num_users:
+                return
+            fractions, self._users_fractions = self._users_fractions, {}
+        self.host.dispose()
+        for device, fraction in fractions.items():
+            with self._loss_ignored():
+                self.set_fraction(device, fraction)
 
 
 @functools.cache

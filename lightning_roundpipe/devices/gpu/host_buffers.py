@@ -47,10 +47,6 @@ class HostBuffers:
     Args:
         page_lock: page-locks memory (address, bytes); whether it could.
         page_unlock: undoes that (address).
-
-    Attributes:
-        own_bytes: of buffers, in use or not.
-        pageable_bytes: of them, that could not be page-locked.
     """
 
     def __init__(self, page_lock: Callable[[int, int], bool], page_unlock: Callable[[int], None]) -> None:
@@ -64,8 +60,18 @@ class HostBuffers:
         self._returned: deque[weakref.ref[Memory]] = deque()
         self._used_bytes = 0
         self._peak_used_bytes = 0
-        self.own_bytes = 0
-        self.pageable_bytes = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Of buffers, in use or not."""
+        with self._lock:
+            return sum(slab.num_bytes for slab in self._slabs)
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Of them, that could not be page-locked."""
+        with self._lock:
+            return sum(slab.num_bytes for slab in self._slabs if not slab.is_locked)
 
     def empty_like(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """A host tensor of the shape and type of ``tensor``, with memory in a page-locked buffer of its own.
@@ -105,9 +111,6 @@ class HostBuffers:
         first, *others = (_Buffer(slab, offset, num_bytes) for offset in range(0, slab.num_bytes, num_bytes))
         with self._lock:
             self._slabs.add(slab)
-            self.own_bytes += slab.num_bytes
-            if not slab.is_locked:
-                self.pageable_bytes += slab.num_bytes
             self._free[num_bytes] += others
             return self._used(first)
 
@@ -139,14 +142,13 @@ class HostBuffers:
     def _trim(self, allowed_bytes: float) -> list[OwnPages]:
         """Free buffers that are given up, the largest first, while there are more own bytes than are allowed."""
         spare: list[OwnPages] = []
+        own_bytes = sum(slab.num_bytes for slab in self._slabs)
         for slab in sorted((s for s in self._slabs if not s.num_used), key=lambda s: s.num_bytes, reverse=True):
-            if self.own_bytes <= allowed_bytes:
+            if own_bytes <= allowed_bytes:
                 break
             spare.append(slab)
             self._slabs.remove(slab)
-            self.own_bytes -= slab.num_bytes
-            if not slab.is_locked:
-                self.pageable_bytes -= slab.num_bytes
+            own_bytes -= slab.num_bytes
         for size in list(self._free) if spare else ():
             self._free[size] = [buffer for buffer in self._free[size] if buffer.slab in self._slabs]
         return spare
@@ -163,7 +165,7 @@ class HostBuffers:
             self._free.clear()
             self._leases.clear()
             self._returned.clear()
-            self._used_bytes = self._peak_used_bytes = self.own_bytes = self.pageable_bytes = 0
+            self._used_bytes = self._peak_used_bytes = 0
         for slab in slabs:
             self._unlock(slab)
             set_inherited(slab.address, slab.num_bytes, True)

@@ -206,13 +206,13 @@ class GpuLane(Lane):
     def _destination(self, source: Tensor) -> tuple[Tensor, bool]:
         """Memory for a copy, and whether it is page-locked."""
         if self.direction == "d2h":
-            copy, is_locked = self._driver.host.empty_like(source)
+            copy, is_locked = self._driver.host.buffers.empty_like(source)
             return _marked_like(source, copy), is_locked
         return torch.empty_like(source, device=self._device), False
 
     def _staged(self, source: Tensor) -> Tensor:
         """``source`` in page-locked memory, as it is now."""
-        return self._driver.host.empty_like(source)[0].copy_(source)
+        return self._driver.host.buffers.empty_like(source)[0].copy_(source)
 
     def let_reader_wait(self, transfer: GpuTransfer) -> None:
         """What reads the copies waits for them: the compute stream after an upload, the host after a download."""

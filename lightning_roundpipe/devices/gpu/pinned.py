@@ -32,7 +32,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...common.pages import PAGE, available_bytes, is_of_file, set_inherited, total_bytes
 from ..chunks import Pair
+from .cuda import PageLocker
 from .host_buffers import HostBuffers, aligned, laid_out_like
 
 # What is smaller is staged about as fast.
@@ -50,19 +50,6 @@ _NUM_LEARNING_STEPS = 2
 _FREE_PARTS = 8
 # Each of the two snapshots of a weight travels in every second step.
 _MAX_STEPS_BETWEEN = 2
-
-
-class PageLocker(Protocol):
-    """The part of the driver that page-locks."""
-
-    def page_lock(self, address: int, num_bytes: int) -> int:
-        """Page-locks memory; 0, or the driver's error code."""
-
-    def page_unlock(self, address: int) -> None:
-        """Undoes :meth:`page_lock`."""
-
-    def is_page_locked(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor on the host is page-locked, by this process or others."""
 
 
 class _Place:
@@ -100,48 +87,41 @@ class PageLockedMemory:
     """Page-locked memory of a process, see [Note: page-locked memory]. May be used from any thread.
 
     Args:
-        driver: does it.
+        locker: does it.
 
     Attributes:
-        in_place_bytes: of others, page-locked where it is.
+        buffers: of our own.
     """
 
-    def __init__(self, driver: PageLocker) -> None:
-        self._driver = driver
-        self._buffers = HostBuffers(functools.partial(self._page_lock, "buffers"), driver.page_unlock)
+    def __init__(self, locker: PageLocker) -> None:
+        self._locker = locker
+        self.buffers = HostBuffers(functools.partial(self._page_lock, "buffers"), locker.page_unlock)
         self._lock = threading.Lock()
         self._places: dict[int, _Place] = {}  # by the identity of the storage
         self._num_steps = 0
         self._has_travelled = False  # in this step
-        self._refused_bytes = 0
         self._has_warned = False
-        self.in_place_bytes = 0
 
     @property
-    def own_bytes(self) -> int:
-        """Of buffers, in use or not."""
-        return self._buffers.own_bytes
+    def in_place_bytes(self) -> int:
+        """Memory of others that is page-locked where it is."""
+        with self._lock:
+            return sum(place.stop - place.start for place in self._places.values() if place.storage is not None)
 
     @property
     def pageable_bytes(self) -> int:
         """What could not be page-locked, of others or of buffers: copies are slower there."""
-        return self._refused_bytes + self._buffers.pageable_bytes
+        with self._lock:
+            refused = sum(place.refused_bytes for place in self._places.values())
+        return refused + self.buffers.pageable_bytes
 
     def statistics(self) -> dict[str, float]:
         """The bytes that it holds: page-locked in place, of own buffers, and not to be page-locked."""
         return {
             "page_locked_in_place_bytes": float(self.in_place_bytes),
-            "page_locked_own_bytes": float(self.own_bytes),
+            "page_locked_own_bytes": float(self.buffers.own_bytes),
             "pageable_bytes": float(self.pageable_bytes),
         }
-
-    def empty_like(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """See :meth:`HostBuffers.empty_like`."""
-        return self._buffers.empty_like(tensor)
-
-    def give_up_spare(self) -> None:
-        """See :meth:`HostBuffers.give_up_spare`."""
-        self._buffers.give_up_spare()
 
     def begin_step(self) -> None:
         """A step begins, on one device after the other: memory that nothing else holds any more is let go."""
@@ -164,7 +144,7 @@ class PageLockedMemory:
         """
         parts = [part for pair in pairs for part in self._parts(*pair)]
         num_bytes = sum(aligned(source.nbytes) for _, source, is_locked in parts if not is_locked)
-        memory, is_usable = self._buffers.memory(num_bytes) if num_bytes else (None, False)
+        memory, is_usable = self.buffers.memory(num_bytes) if num_bytes else (None, False)
         if memory is None or not is_usable:
             return [(copy, source) for copy, source, _ in parts]
         reads: list[Pair] = []
@@ -201,7 +181,7 @@ class PageLockedMemory:
         storage = source.untyped_storage()
         if storage.nbytes() < _MIN_LOCKED_BYTES:
             address = storage.data_ptr()
-            return (address, address + storage.nbytes()) if self._driver.is_page_locked(source) else (0, 0)
+            return (address, address + storage.nbytes()) if self._locker.is_page_locked(source) else (0, 0)
         with self._lock:
             self._has_travelled = True
             place = self._place_of(storage)
@@ -209,7 +189,7 @@ class PageLockedMemory:
                 place.last_step = self._num_steps
                 place.num_steps = place.num_steps + 1 if between <= _MAX_STEPS_BETWEEN else 1
             is_worth_it = place.num_steps > _NUM_LEARNING_STEPS or place.is_settled is not None
-        if is_worth_it or self._driver.is_page_locked(source):
+        if is_worth_it or self._locker.is_page_locked(source):
             self._settle(place, source)
         return place.start, place.stop
 
@@ -238,7 +218,7 @@ class PageLockedMemory:
     def _lock_in_place(self, place: _Place, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        if self._driver.is_page_locked(tensor):
+        if self._locker.is_page_locked(tensor):
             place.start, place.stop = start, end  # by others: not ours to undo
             return
         stop = end // PAGE * PAGE  # the last page may be the first one of other memory
@@ -250,26 +230,19 @@ class PageLockedMemory:
         with self._lock:
             if is_locked:
                 place.storage, place.start, place.stop = storage, start, stop
-                self.in_place_bytes += stop - start
             else:
                 place.refused_bytes = storage.nbytes()
-                self._refused_bytes += place.refused_bytes
 
     def _let_go(self, places: Sequence[_Place]) -> None:
         """Unlocks memory in place, which its last holder frees then."""
         for place in places:
             if place.storage is not None:
-                self._driver.page_unlock(place.start)
+                self._locker.page_unlock(place.start)
                 set_inherited(place.start, place.stop - place.start, True)
-        with self._lock:
-            for place in places:
-                self._refused_bytes -= place.refused_bytes
-                if place.storage is not None:
-                    self.in_place_bytes -= place.stop - place.start
-                    place.storage = None
+                place.storage = None
 
     def _page_lock(self, what: str, address: int, num_bytes: int) -> bool:
-        error = self._driver.page_lock(address, num_bytes)
+        error = self._locker.page_lock(address, num_bytes)
         if error and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -284,7 +257,7 @@ class PageLockedMemory:
         with self._lock:
             places, self._places = list(self._places.values()), {}
         self._let_go(places)
-        self._buffers.dispose()
+        self.buffers.dispose()
         self._has_warned = False
 
 
