@@ -123,7 +123,7 @@ def links() -> dict[str, Any]:
         return {}
     pool = DevicePool(devices)
     try:
-        machine = measured(pool, Machine(len(pool)))
+        machine = measured(pool)
     finally:
         pool.dispose()
     ways = ("h2d_bytes_per_ms", "d2h_bytes_per_ms")

@@ -28,8 +28,7 @@ import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -40,7 +39,7 @@ from .pool import DevicePool
 from .transfer import Moved, Transfer
 
 # For all measurements together.
-BUDGET_MS = 1500.0
+_BUDGET_MS = 1500.0
 _COPY_MS = 4.0
 _MOST_BYTES = 64 * 2**20
 # Page-locked, of all devices together: to lock memory takes a while.
@@ -67,26 +66,17 @@ def _now_ms() -> float:
 # --- measuring ---------------------------------------------------------------------------------------------------
 
 
-def measured(
-    pool: DevicePool,
-    machine: Machine,
-    *,
-    added_bytes_per_ms: float | None = None,
-    budget_ms: float | None = None,
-    now_ms: Callable[[], float] = _now_ms,
-) -> Machine:
-    """``machine`` with the links, the latency and the host's memory as they are, see [Note: measured links].
+def measured(pool: DevicePool, added_bytes_per_ms: float | None = None) -> Machine:
+    """The links of a pool, their latency and the host's memory, see [Note: measured links]; nothing else is in it.
 
     For devices with a memory of their own, between two steps, on the thread that runs them. No thread, no memory stays.
 
     Args:
         added_bytes_per_ms: bandwidth of the host's memory that additions of gradients reach; None if not known.
-        budget_ms: how long it may take; None for the usual time.
-        now_ms: the clock of the host.
     """
     if any(device.aliases_host for device in pool.devices):
-        return machine
-    bench = _Bench(pool, BUDGET_MS if budget_ms is None else budget_ms, now_ms)
+        return Machine(len(pool))
+    bench = _Bench(pool)
     bench.host_bytes_per_ms = added_bytes_per_ms
     with contextlib.ExitStack() as stack:
         stack.callback(bench.close)
@@ -96,7 +86,7 @@ def measured(
         with contextlib.suppress(torch.OutOfMemoryError):
             bench.measure()
     shared = [SharedLink(group, bandwidth) for group, bandwidth in bench.shared.items()]
-    return with_links(machine, bench.speeds, bench.latency_ms, bench.host_bytes_per_ms, shared)
+    return machine_with(len(pool), bench.speeds, bench.latency_ms, bench.host_bytes_per_ms, shared)
 
 
 class _Traffic:
@@ -125,10 +115,9 @@ class _Bench:
         shared: what groups of devices reach together.
     """
 
-    def __init__(self, pool: DevicePool, budget_ms: float, now_ms: Callable[[], float]) -> None:
+    def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
-        self._now_ms = now_ms
-        self._deadline_ms = now_ms() + budget_ms
+        self._deadline_ms = _now_ms() + _BUDGET_MS
         self._origins: dict[int, tuple[float, object]] = {}  # a time of the host, and a stamp from then
         self._traffic: list[_Traffic | None] = [None] * len(pool)
         self.speeds: dict[Way, float] = {}
@@ -145,7 +134,7 @@ class _Bench:
 
     @property
     def _has_time(self) -> bool:
-        return self._now_ms() < self._deadline_ms
+        return _now_ms() < self._deadline_ms
 
     def measure(self) -> None:
         """Everything, the most important figures first, as long as there is time."""
@@ -190,7 +179,7 @@ class _Bench:
             return []
         self._traffic[index] = traffic = _Traffic(device, _LEAST_BYTES)
         traffic.begin("d2h", 1).await_done()  # a download waits for what the device computes: it is idle now
-        self._origins[index] = self._now_ms(), device.stamp()
+        self._origins[index] = _now_ms(), device.stamp()
         traffic.begin("d2h", 1).await_done()  # and has reached the stamp
         latencies = {lane: self._best_ms([(index, lane)], [_SMALL_BYTES]) for lane in _LANES}
         first = max(_LEAST_BYTES / self._best_ms([(index, lane)], [_LEAST_BYTES]) for lane in _LANES)
@@ -286,53 +275,34 @@ def shared_speeds(speeds: Mapping[Way, float], shared: Mapping[tuple[int, ...], 
     return found
 
 
-def with_links(
-    machine: Machine,
+def machine_with(
+    num_devices: int,
     speeds: Mapping[Way, float],
     latency_ms: float | None,
     host_bytes_per_ms: float | None,
     shared_links: Sequence[SharedLink],
 ) -> Machine:
-    """``machine`` with these figures, made the same where they nearly are; what is not given stays as it is.
+    """A machine with these figures, made the same where they nearly are; what is not known has no limit.
 
     The machine gets the speed that is the median of each direction, its devices what differs from that.
     """
     if not speeds:
-        return machine
+        return Machine(num_devices)
     same = settled(speeds)
-    up = _usual(same, "h2d", machine.h2d_bytes_per_ms)
-    down = _usual(same, "d2h", machine.d2h_bytes_per_ms)
-    devices = tuple(
-        replace(
-            traits,
-            h2d_bytes_per_ms=same.get((index, "h2d"), up),
-            d2h_bytes_per_ms=same.get((index, "d2h"), down),
-        )
-        for index, traits in enumerate(machine.traits)
+    up, down = (
+        statistics.median_low([speed for (_, other), speed in same.items() if other == lane] or [math.inf])
+        for lane in _LANES
     )
-    alike = DeviceTraits(1.0, machine.device_memory_bytes, up, down)
-    return replace(
-        machine,
+    devices = tuple(
+        DeviceTraits(h2d_bytes_per_ms=same.get((index, "h2d"), up), d2h_bytes_per_ms=same.get((index, "d2h"), down))
+        for index in range(num_devices)
+    )
+    return Machine(
+        num_devices,
         h2d_bytes_per_ms=up,
         d2h_bytes_per_ms=down,
-        transfer_latency_ms=machine.transfer_latency_ms if latency_ms is None else latency_ms,
-        host_bytes_per_ms=machine.host_bytes_per_ms if host_bytes_per_ms is None else host_bytes_per_ms,
-        devices=() if set(devices) == {alike} else devices,
+        transfer_latency_ms=latency_ms or 0.0,
+        host_bytes_per_ms=host_bytes_per_ms or math.inf,
+        devices=devices if len(set(devices)) > 1 else (),
         shared_links=tuple(shared_links),
     )
-
-
-def known_links(machine: Machine, measured: Machine) -> Machine:
-    """``machine`` with the links of ``measured``, which has the same devices."""
-    speeds = {
-        (index, lane): speed
-        for index, lane in itertools.product(range(measured.num_devices), _LANES)
-        if math.isfinite(speed := getattr(measured.traits[index], f"{lane}_bytes_per_ms"))
-    }
-    return with_links(machine, speeds, measured.transfer_latency_ms, measured.host_bytes_per_ms, measured.shared_links)
-
-
-def _usual(speeds: Mapping[Way, float], lane: str, otherwise: float) -> float:
-    """The median of a direction."""
-    found = [speed for (_, other), speed in speeds.items() if other == lane]
-    return statistics.median_low(found) if found else otherwise

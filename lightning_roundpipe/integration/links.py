@@ -43,8 +43,7 @@ class Links:
         """
         if pool.is_virtual or torch.are_deterministic_algorithms_enabled() or _key(pool) in self._known:
             return
-        added = added_bytes_per_ms(adding_threads)
-        machine = measured(pool, Machine(len(pool)), added_bytes_per_ms=added)
+        machine = measured(pool, added_bytes_per_ms(adding_threads))
         self._known[_key(pool)] = machine
         if math.isfinite(machine.h2d_bytes_per_ms):
             rank_zero_info(describe(machine))

@@ -10,12 +10,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torchmetrics import Metric
 
-from ..devices.links import known_links
 from ..devices.pool import DevicePool
 from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
 from ..options import RoundPipeOptions, VirtualLink
-from ..planning.costs import CostProfile, DeviceTraits, Machine
+from ..planning.costs import CostProfile, Machine
 from ..planning.plan import StepPlan, plan_evaluation, plan_training, round_sizes
 from ..reporting.host_report import HostReport
 
@@ -47,13 +46,14 @@ def make_pool(torch_devices: Sequence[torch.device], options: RoundPipeOptions) 
 def machine_of(pool: DevicePool, options: RoundPipeOptions, links: Machine | None = None) -> Machine:
     """What is known about the pool: its memory, and its links: those of virtual devices are given, those of GPUs are
     ``links``, if they were measured."""
-    machine = Machine(len(pool), pool.memory_limit)
+    machine = replace(links or Machine(len(pool)), device_memory_bytes=pool.memory_limit)
     limits = [device.memory.limit or 0 for device in pool.devices]
     shares_gpu = not pool.is_virtual and len(pool.gpus) < len(pool)  # its devices divide what is left of it
-    if max(limits) > _ALIKE * min(limits) and not shares_gpu:
-        machine = replace(machine, devices=tuple(DeviceTraits(memory_bytes=limit) for limit in limits))
-    if links is not None:
-        return known_links(machine, links)
+    differs = max(limits) > _ALIKE * min(limits) and not shares_gpu
+    if differs or machine.devices:
+        memories = limits if differs else [pool.memory_limit] * len(pool)
+        own = [replace(known, memory_bytes=limit) for known, limit in zip(machine.traits, memories, strict=True)]
+        machine = replace(machine, devices=tuple(own))
     if not pool.is_virtual or not isinstance(options.virtual_copies, VirtualLink):
         return machine
     link = options.virtual_copies

@@ -31,6 +31,7 @@ measure = Links.measure
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_MOST_BYTES", 2 * MIB)
+    monkeypatch.setattr(links, "_BUDGET_MS", 1e9)
 
 
 @pytest.fixture
@@ -51,10 +52,10 @@ def test_measuring_leaves_nothing_and_lets_nothing_wait(sim: ModuleType, driver:
     sim.empty_cache()
     before = [(sim.memory_allocated(index), sim.memory_reserved(index)) for index in range(2)], sim.pinned_bytes()
     pool = pool_on(devices)
-    machine = links.measured(pool, Machine(len(pool)), budget_ms=1e9)
+    machine = links.measured(pool)
     after = [(sim.memory_allocated(index), sim.memory_reserved(index)) for index in range(2)], sim.pinned_bytes()
     assert after == before
-    assert (driver.host.own_bytes, driver.host.in_place_bytes) == (0, 0)
+    assert (driver.host.buffers.own_bytes, driver.host.in_place_bytes) == (0, 0)
     counts = sim.stats()
     assert (counts["blocking_copies"], counts["races"], counts["synchronous_operators"]) == (0, 0, 0)
     assert counts["copies_to_device"] > 0
@@ -70,16 +71,16 @@ def test_measuring_leaves_nothing_and_lets_nothing_wait(sim: ModuleType, driver:
 def test_a_gpu_that_still_computes_is_waited_for(sim: ModuleType, driver: GpuDriver) -> None:
     pool = pool_on([0, 1])
     sim._sleep(200_000)
-    assert links.measured(pool, Machine(2), budget_ms=1e9).h2d_bytes_per_ms < math.inf
+    assert links.measured(pool).h2d_bytes_per_ms < math.inf
     pool.dispose()
 
 
 def test_page_locked_memory_that_is_in_use_stays(sim: ModuleType, driver: GpuDriver) -> None:
     pool = pool_on([0])
     kept = pool[0].keep(torch.arange(MIB)).tensors[0]
-    in_use = driver.host.own_bytes
-    links.measured(pool, Machine(1), budget_ms=1e9)
-    assert driver.host.own_bytes == in_use > 0
+    in_use = driver.host.buffers.own_bytes
+    links.measured(pool)
+    assert driver.host.buffers.own_bytes == in_use > 0
     assert torch.equal(kept, torch.arange(MIB))
     pool.dispose()
 
@@ -89,7 +90,7 @@ def test_copies_keep_to_the_limit(sim: ModuleType, driver: GpuDriver, limit: int
     sim.reset_peak_memory_stats(0)
     before = sim.memory_allocated(0)
     pool = pool_on([0], limit)
-    machine = links.measured(pool, Machine(1), budget_ms=1e9)
+    machine = links.measured(pool)
     assert sim.max_memory_allocated(0) - before <= limit / 2
     assert (machine != Machine(1)) is is_enough
     pool.dispose()
@@ -103,8 +104,8 @@ def test_without_room_in_the_allocator_nothing_is_known(
 
     pool = pool_on([0])
     monkeypatch.setattr(pool[0].h2d, "submit", full)
-    assert links.measured(pool, Machine(1), budget_ms=1e9) == Machine(1)
-    assert driver.host.own_bytes == 0
+    assert links.measured(pool) == Machine(1)
+    assert driver.host.buffers.own_bytes == 0
     pool.dispose()
 
 
@@ -118,7 +119,7 @@ def test_an_error_of_the_driver_ends_the_measurement_and_leaves_nothing(
 
     monkeypatch.setattr(driver, "copy", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        links.measured(pool, Machine(1), budget_ms=1e9)
+        links.measured(pool)
     assert pool[0].moved is None
     pool.dispose()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_roundpipe.devices import links
-from lightning_roundpipe.devices.links import Way, groups_of, known_links, measured, settled, with_links
+from lightning_roundpipe.devices.links import Way, groups_of, machine_with, measured, settled
 from lightning_roundpipe.devices.pool import DevicePool
-from lightning_roundpipe.devices.virtual import TimedLink
+from lightning_roundpipe.devices.virtual import Clock, TimedLink
+from lightning_roundpipe.integration.pool import machine_of
+from lightning_roundpipe.options import RoundPipeOptions
 from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
 from tests.support.flying_clock import FlyingClock
 from tests.support.shared_bus import SharedBus
@@ -35,9 +38,16 @@ def pool_of(num_devices: int, link: TimedLink | None, memory_limit: int | None =
     return DevicePool([HOST] * num_devices, link=link, memory_limit=memory_limit)
 
 
+def measured_in(pool: DevicePool, clock: Clock, added: float | None = None, budget_ms: float = 1e9) -> Machine:
+    """In the time of a clock."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(links, "_BUDGET_MS", budget_ms)
+        monkeypatch.setattr(links, "_now_ms", clock.now_ms)
+        return measured(pool, added)
+
+
 def measured_on(bus: SharedBus, num_devices: int, budget_ms: float = 1e9) -> Machine:
-    pool = pool_of(num_devices, bus)
-    return measured(pool, Machine(num_devices), budget_ms=budget_ms, now_ms=bus.clock.now_ms)
+    return measured_in(pool_of(num_devices, bus), bus.clock, budget_ms=budget_ms)
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------
@@ -48,14 +58,14 @@ def test_a_timed_link_is_measured_as_it_is() -> None:
     clock = FlyingClock()
     clock.start()
     pool = pool_of(2, TimedLink(2 * FAST, 0.05, clock=clock))
-    machine = measured(pool, Machine(2, 7), budget_ms=1e9, now_ms=clock.now_ms)
+    machine = measured_in(pool, clock)
     assert machine.transfer_latency_ms == pytest.approx(0.05, rel=0.05)
     for index in range(2):
         traits = machine.traits[index]
         assert traits.h2d_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
         assert traits.d2h_bytes_per_ms == pytest.approx(2 * FAST, rel=0.02)
     assert machine.is_uniform
-    assert (machine.num_devices, machine.device_memory_bytes) == (2, 7)
+    assert machine.num_devices == 2
     assert all(device.moved is None for device in pool.devices)
 
 
@@ -101,25 +111,21 @@ def test_a_slow_host_is_no_shared_link() -> None:
 def test_the_host_has_the_larger_bandwidth_of_additions_and_copies(added: float | None, expected: float) -> None:
     bus = SharedBus([FAST], [FAST])
     given = None if added is None else added * FAST
-    machine = measured(pool_of(1, bus), Machine(1), added_bytes_per_ms=given, budget_ms=1e9, now_ms=bus.clock.now_ms)
+    machine = measured_in(pool_of(1, bus), bus.clock, given)
     assert machine.host_bytes_per_ms == pytest.approx(expected * FAST, rel=0.02)
 
 
-def test_what_there_is_no_time_for_stays_as_it_was() -> None:
-    def bus() -> SharedBus:
-        return SharedBus([FAST] * 3, [FAST] * 3, {(0, 1, 2): FAST})
-
-    before = Machine(3, 5, host_bytes_per_ms=77.0)
+def test_what_there_is_no_time_for_is_not_known() -> None:
     for budget_ms in (0.0, 1.0, 100.0, 150.0, 1e9):
-        made = bus()
-        machine = measured(pool_of(3, made), before, budget_ms=budget_ms, now_ms=made.clock.now_ms)
+        bus = SharedBus([FAST] * 3, [FAST] * 3, {(0, 1, 2): FAST})
+        machine = measured_on(bus, 3, budget_ms)
         if budget_ms == 0.0:
-            assert machine == before
+            assert machine == Machine(3)
             continue
         assert machine.h2d_bytes_per_ms == pytest.approx(FAST, rel=0.02), "one link is enough for all"
         assert machine.is_uniform
         if budget_ms == 1.0:
-            assert (machine.host_bytes_per_ms, machine.shared_links) == (77.0, ())
+            assert (machine.host_bytes_per_ms, machine.shared_links) == (math.inf, ())
     assert [shared.devices for shared in machine.shared_links] == [(0, 1, 2)]
 
 
@@ -127,13 +133,13 @@ def test_what_there_is_no_time_for_stays_as_it_was() -> None:
 def test_a_device_with_little_memory_gets_small_copies_or_none(memory_limit: int) -> None:
     bus = SharedBus([FAST], [FAST])
     pool = pool_of(1, bus, memory_limit)
-    machine = measured(pool, Machine(1), budget_ms=1e9, now_ms=bus.clock.now_ms)
+    machine = measured_in(pool, bus.clock)
     assert (machine == Machine(1)) is (memory_limit == 7 * LEAST_BYTES)
     assert pool[0].memory.used == 0
 
 
 def test_devices_that_share_the_hosts_memory_have_no_links() -> None:
-    assert measured(pool_of(2, None), Machine(2)) == Machine(2)
+    assert measured(pool_of(2, None)) == Machine(2)
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
@@ -178,33 +184,34 @@ def test_groups_are_what_chains_of_pairs_connect(pairs: list[tuple[int, int]]) -
     assert groups_of(pairs) == sorted({tuple(sorted(group)) for group in reached.values()})
 
 
-def test_figures_go_into_a_machine_that_knows_more() -> None:
-    own = (DeviceTraits(0.5, 3), DeviceTraits(1.0, None, 9.0), DeviceTraits())
-    machine = Machine(3, 7, optimizer_bytes_per_ms=5.0, host_bytes_per_ms=8.0, devices=own)
+def test_a_machine_has_the_speeds_of_most_and_its_devices_what_differs() -> None:
     shared = SharedLink((0, 1), 40.0)
-    made = with_links(machine, ways([25.0, 25.1, 6.0]) | ways([20.0], "d2h"), 0.01, None, [shared])
+    made = machine_with(3, ways([25.0, 25.1, 6.0]) | ways([20.0], "d2h"), 0.01, None, [shared])
     assert made == Machine(
         3,
-        7,
         h2d_bytes_per_ms=25.0,
         d2h_bytes_per_ms=20.0,
         transfer_latency_ms=0.01,
-        host_bytes_per_ms=8.0,
-        optimizer_bytes_per_ms=5.0,
         devices=(
-            DeviceTraits(0.5, 3, 25.0, 20.0),
+            DeviceTraits(1.0, None, 25.0, 20.0),
             DeviceTraits(1.0, None, 25.0, 20.0),
             DeviceTraits(1.0, None, 6.0, 20.0),
         ),
         shared_links=(shared,),
     )
-    assert with_links(machine, {}, 0.01, 1.0, [shared]) == machine, "nothing was measured"
+    assert machine_with(3, {}, 0.01, 1.0, [shared]) == Machine(3), "nothing was measured"
 
 
-def test_what_was_measured_goes_into_a_machine_with_other_memory() -> None:
-    shared = SharedLink((0, 1), 40.0)
-    found = with_links(Machine(3), ways([25.0, 25.1, 6.0]), 0.01, None, [shared])
-    made = known_links(Machine(3, 7), found)
-    devices = tuple(replace(traits, memory_bytes=7) for traits in found.traits)
-    assert made == replace(found, device_memory_bytes=7, devices=devices)
-    assert known_links(Machine(3, 7), Machine(3)) == Machine(3, 7), "nothing was measured"
+@pytest.mark.parametrize("slow", [25.1, 6.0])
+@pytest.mark.parametrize("limits", [[7, 7, 7], [7, 14, 7]])
+def test_what_was_measured_goes_into_a_machine_with_the_memory_of_the_pool(slow: float, limits: list[int]) -> None:
+    found = machine_with(3, ways([25.0, 25.1, slow]), 0.01, None, [SharedLink((0, 1), 40.0)])
+    pool = pool_of(3, TimedLink(), memory_limit=7)
+    for device, limit in zip(pool.devices, limits, strict=True):
+        device.memory.limit = limit
+    made = machine_of(pool, RoundPipeOptions(), found)
+    assert made.traits == tuple(
+        replace(traits, memory_bytes=limit) for traits, limit in zip(found.traits, limits, strict=True)
+    )
+    assert bool(made.devices) is (slow == 6.0 or limits[1] == 14)
+    assert replace(made, device_memory_bytes=None, devices=found.devices) == found
