@@ -57,39 +57,6 @@ def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
-class SavedInputs:
-    """Host copies of tensors that one micro-batch needs again: to recompute a call, or on another device.
-
-    Copies, because user code may change the original later (``x += position``), which would give wrong gradients
-    without an error. A tensor that goes to several calls unchanged (attention masks, rotary tables) is copied once.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Offloaded]]] = {}
-        self.num_bytes = 0
-
-    def save(self, tensor: Tensor, device: Device | None, what: str, here: Device | None = None) -> Offloaded:
-        """``tensor`` as it is now.
-
-        Args:
-            device: where it is; None if it is on the host.
-            here: where it is needed.
-            what: it is, for the trace.
-        """
-        version = version_of(tensor)
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
-            return saved
-        saved = _offload(tensor, device, what, here)
-        self.num_bytes += saved.num_bytes
-        self._known[id(tensor)] = (weakref.ref(tensor), version, weakref.ref(saved))
-        return saved
-
-    def clear(self) -> None:
-        """Forgets which tensors were saved."""
-        self._known.clear()
-
-
 def _narrowed(tensor: Tensor) -> Tensor:
     """Without what is expanded: what :func:`_expanded` makes it of."""
     if tensor.layout is torch.strided and 0 in tensor.stride():
@@ -119,6 +86,7 @@ def as_reloaded(values: Sequence[Any]) -> list[Any]:
 
 
 def _offload(tensor: Tensor, device: Device | None, what: str, here: Device | None) -> Offloaded:
+    """A copy of ``tensor``, which is on ``device`` or (None) on the host, and is needed ``here``."""
     narrow = _narrowed(tensor.detach())
     if device is None or device.aliases_host:  # it stays on the host: nothing travels
         return Offloaded(Done([narrow.clone()]) if here is None else here.keep(narrow), tensor.shape)
@@ -158,21 +126,20 @@ class _Arrival:
 
 
 class TravellingActivations:
-    """What one micro-batch has brought along to the device that it is on; see [Note: offloaded activations].
+    """What one micro-batch has on the host, to recompute a call or for another device, and what it has brought along to
+    the device that it is on; see [Note: offloaded activations].
 
     Args:
-        saved: what of it is on the host.
         owners: GPU -> the device that has it for itself.
         gpus: GPU -> one of its devices.
+
+    Attributes:
+        saved_bytes: that it has put on the host.
     """
 
-    def __init__(
-        self,
-        saved: SavedInputs,
-        owners: Mapping[torch.device, Device],
-        gpus: Mapping[torch.device, Device] = {},
-    ) -> None:
-        self._saved = saved
+    def __init__(self, owners: Mapping[torch.device, Device], gpus: Mapping[torch.device, Device]) -> None:
+        self.saved_bytes = 0
+        self._saved: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Offloaded]]] = {}
         self._owners = owners
         self._gpus = gpus
         self._arrivals: dict[int, _Arrival] = {}
@@ -209,6 +176,7 @@ class TravellingActivations:
         """The micro-batch has ended."""
         self.drop()
         self._leaving.clear()
+        self._saved.clear()
 
     @property
     def booked_bytes(self) -> int:
@@ -221,8 +189,16 @@ class TravellingActivations:
         return self._here
 
     def save(self, tensor: Tensor, what: str) -> Offloaded:
-        """``tensor``, an argument of a unit that runs here, as it is now; see :class:`SavedInputs`."""
-        return self._saved.save(tensor, self.owner(tensor), what, self._here)
+        """A copy of ``tensor``, an argument of a unit that runs here, on the host: as it is now, because user code may
+        change it later. What goes to several calls unchanged (attention masks, rotary tables) is copied once."""
+        version = version_of(tensor)
+        known = self._saved.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == version and (saved := known[2]()) is not None:
+            return saved
+        saved = _offload(tensor, self.owner(tensor), what, self._here)
+        self.saved_bytes += saved.num_bytes
+        self._saved[id(tensor)] = (weakref.ref(tensor), version, weakref.ref(saved))
+        return saved
 
     def offload(self, values: Iterable[Any], what: str) -> None:
         """Sends tensors among ``values`` down to the host, before the micro-batch leaves and the device goes on."""

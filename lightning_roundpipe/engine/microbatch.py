@@ -36,7 +36,7 @@ from ..autograd.unit_run import autocast_state
 from ..common import trees
 from ..common.sizes import num_bytes_of
 from ..devices.device import Device, Run
-from ..devices.offload import SavedInputs, TravellingActivations
+from ..devices.offload import TravellingActivations
 from ..devices.transfer import Edge
 from ..planning.partition import StageKind
 from ..planning.schedule import Action
@@ -85,9 +85,8 @@ class Microbatch:
         self._called: list[Unit] = []
         self._homes: list[Device] = []  # where they ran
         self._loose = LooseGradients(request.is_trained)
-        self._saved = SavedInputs()
         owners = self._pool.owners
-        self._activations = TravellingActivations(self._saved, owners, self._pool.gpus)
+        self._activations = TravellingActivations(owners, self._pool.gpus)
         self.pending = PendingGradients(self._loose, self._activations)
         self._books = ActivationBooks(self._activations)
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights

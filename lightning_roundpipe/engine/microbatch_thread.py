@@ -161,7 +161,7 @@ class MicrobatchThread(Microbatch):
     @property
     def saved_bytes(self) -> int:
         """Bytes of activations that this micro-batch has put on the host."""
-        return self._saved.num_bytes
+        return self._activations.saved_bytes
 
     # --- barriers ----------------------------------------------------------------------------------------------
 
@@ -241,6 +241,5 @@ class MicrobatchThread(Microbatch):
         self._loose.clear()
         self._books.wait_with(self.device, 0)
         self._activations.clear()
-        self._saved.clear()
         self.state.call_unit = None
         self._gate.retire(self.schedule_index)

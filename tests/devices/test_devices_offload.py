@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_roundpipe.devices.offload import SavedInputs, TravellingActivations
+from lightning_roundpipe.devices.offload import TravellingActivations
 from lightning_roundpipe.devices.transfer import Edge
 from lightning_roundpipe.devices.virtual import VirtualDevice
 from tests.support.engine.lazy_link import LazyLink
@@ -28,7 +28,7 @@ def test_what_user_code_has_changed_is_brought_anew(mode: Callable[[], Any]) -> 
     """As the ids of a greedy decoder, which go to the embedding again and again."""
     device = Far()
     device.open()
-    activations = TravellingActivations(SavedInputs(), {})
+    activations = TravellingActivations({}, {})
     activations.go_to(device)
     with mode():
         ids = torch.zeros(3, dtype=torch.long)
@@ -46,7 +46,7 @@ def test_what_user_code_has_changed_is_brought_anew(mode: Callable[[], Any]) -> 
 def test_what_has_not_changed_is_brought_once() -> None:
     device = Far()
     device.open()
-    activations = TravellingActivations(SavedInputs(), {})
+    activations = TravellingActivations({}, {})
     activations.go_to(device)
     mask = torch.ones(3)
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_what_has_not_changed_is_brought_once() -> None:
 def test_what_is_booked_comes_ahead_only_where_there_is_no_limit(memory_limit: int | None, ahead: int) -> None:
     device = Far(memory_limit)
     device.open()
-    activations = TravellingActivations(SavedInputs(), {})
+    activations = TravellingActivations({}, {})
     activations.go_to(device)
     x = torch.ones(3)
     activations.send([x], "x")

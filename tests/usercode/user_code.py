@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.device import Device
-from lightning_roundpipe.devices.offload import SavedInputs, TravellingActivations
+from lightning_roundpipe.devices.offload import TravellingActivations
 from lightning_roundpipe.usercode.implicit_transfers import ImplicitTransfers
 from lightning_roundpipe.usercode.lock import UserCodeLock, UserCodeState
 from lightning_roundpipe.usercode.loose_gradients import LooseGradients
@@ -30,7 +30,7 @@ class UserCode:
         self.state.call_unit = lambda *args: None
         self.loose = LooseGradients()
         self.num_backwards = 0
-        activations = TravellingActivations(SavedInputs(), {}, {d.torch_device: d for d in devices})
+        activations = TravellingActivations({}, {d.torch_device: d for d in devices})
         activations.go_to(devices[0])
         self.mode = ImplicitTransfers(lambda: devices[0], self.parameters, self.loose, activations)
 
