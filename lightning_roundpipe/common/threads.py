@@ -15,7 +15,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,45 +25,36 @@ _PAUSE_S = 0.001
 _MAX_PAUSES = 1000  # the system may have given the number of a thread to another one
 
 
-@dataclass(frozen=True)
 class Surroundings:
-    """Thread-local modes of torch that a micro-batch thread takes over from the caller."""
+    """Thread-local modes of torch that another thread takes over from the one that makes this."""
 
-    grad: bool
-    inference: bool
-    device_type: str
-    autocast: tuple[bool, torch.dtype]
-
-    @classmethod
-    def of_this_thread(cls, device_type: str) -> Surroundings:
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            device_type,
-            (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
-        )
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = torch.is_autocast_enabled(device_type)
+        self._dtype = torch.get_autocast_dtype(device_type)
 
     @contextlib.contextmanager
     def entered(self) -> Any:
         # The autocast weight cache is shared by all threads and cleared when any of them leaves autocast; what it
         # caches under no_grad would also cut gradients of the recomputation. It stays off.
         torch.set_autocast_cache_enabled(False)
-        enabled, dtype = self.autocast
         with contextlib.ExitStack() as stack:
-            if self.inference:
+            if self._inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad and not self.inference))
-            if enabled:
-                stack.enter_context(torch.autocast(self.device_type, dtype=dtype, cache_enabled=False))
+            stack.enter_context(torch.set_grad_enabled(self._grad and not self._inference))
+            if self._autocast:
+                stack.enter_context(torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=False))
             yield
 
     def in_backward(self) -> contextlib.AbstractContextManager[Any]:
         """Without autocast: Lightning leaves it before ``loss.backward()``, where it would cast what autograd computes
         in float32 (the backward of a region without autocast, functions of the user).
         """
-        if not self.autocast[0]:
+        if not self._autocast:
             return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=self.autocast[1], enabled=False, cache_enabled=False)
+        return torch.autocast(self._device_type, dtype=self._dtype, enabled=False, cache_enabled=False)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class Step:
             self._lock,
             gradients,
             LooseParameters(gradients),
-            Surroundings.of_this_thread(request.autocast_device),
+            Surroundings(request.autocast_device),
             self._failure,
         )
         self._records: list[SegmentRecord] = []

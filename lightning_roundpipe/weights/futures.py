@@ -191,7 +191,7 @@ class Update:
         self._futures = [ParameterFuture(parameters, self, training) for parameters, _ in works]
         self._works = deque(work for _, work in works)
         self._finish = finish
-        self._surroundings = Surroundings.of_this_thread("cpu")
+        self._surroundings = Surroundings("cpu")
         # The first word decides whether the updates are made. To put one is atomic, and may be done several times.
         self._may_begin: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._has_begun = False
