@@ -46,12 +46,12 @@ class Pace:
 class IssueLock:
     """See [Note: issue lock].
 
-    Args:
+    Attributes:
         patience_s: how long the next thread waits for a unit that does not end, in seconds.
     """
 
-    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
-        self.patience_s = patience_s
+    def __init__(self) -> None:
+        self.patience_s = _PATIENCE_S
         self._guard = threading.Lock()  # of all below, and of paces; nothing waits while it holds it
         self._holder: _Issuing | None = None
         self._waiting: deque[_Issuing] = deque()

@@ -70,6 +70,7 @@ class DeviceMemory:
     Attributes:
         headroom: bytes that activations are going to need: weights and gradients leave them free while they can.
         spare: bytes that are kept free beside them, because the allocator has run out of memory.
+        peak: the most bytes that were booked at a time.
         evict: asked to give back what is not in use at the moment; whether anything came back.
     """
 
@@ -82,7 +83,7 @@ class DeviceMemory:
         self._lock = threading.Lock()
         self._used: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._peaks: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        self._peak = 0
+        self.peak = 0
         self._leaving: deque[tuple[Passing, Kind, int]] = deque()
 
     @property
@@ -90,11 +91,6 @@ class DeviceMemory:
         """Bytes that are booked now."""
         with self._lock:
             return sum(self._used.values())
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were booked at a time."""
-        return self._peak
 
     @property
     def peaks(self) -> dict[Kind, int]:
@@ -134,7 +130,7 @@ class DeviceMemory:
                 return False
             self._used[kind] += num_bytes
             self._peaks[kind] = max(self._peaks[kind], self._used[kind])
-            self._peak = max(self._peak, total)
+            self.peak = max(self.peak, total)
             return True
 
     def evict_all(self) -> None:
@@ -157,7 +153,7 @@ class DeviceMemory:
     @property
     def has_room_to_make(self) -> bool:
         """Whether :meth:`make_room` once more would keep more free, and more than what may be left has been booked."""
-        return self.limit is not None and self.spare < self.limit // 2 < self._peak
+        return self.limit is not None and self.spare < self.limit // 2 < self.peak
 
     def release(self, kind: Kind, num_bytes: int, after: Passing | None = None) -> None:
         """Takes ``num_bytes`` off the books: now, or when ``after`` has passed."""

@@ -28,7 +28,8 @@ class Queue(deque[Any]):
 
 
 def lock_of(patience_s: float) -> IssueLock:
-    lock = IssueLock(patience_s)
+    lock = IssueLock()
+    lock.patience_s = patience_s
     lock._waiting = Queue()
     return lock
 

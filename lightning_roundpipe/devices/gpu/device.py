@@ -113,7 +113,7 @@ class GpuDevice(Device):
         memory_limit: int | None = None,
     ) -> None:
         self._driver = driver
-        torch_device = driver.torch_device(ordinal)
+        torch_device = torch.device(driver.device_type, ordinal)
         name = f"GPU {ordinal}" if num_sharing == 1 else f"device {index} on GPU {ordinal}"
         limit = _limit(driver, torch_device, num_sharing, memory_limit)
         self._compute = driver.default_stream(torch_device)

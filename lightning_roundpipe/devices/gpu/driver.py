@@ -57,10 +57,6 @@ class GpuDriver:
 
     # --- streams, events, copies -----------------------------------------------------------------------------------
 
-    def torch_device(self, ordinal: int) -> torch.device:
-        """Where the tensors of a GPU live."""
-        return torch.device(self.device_type, ordinal)
-
     def set_device(self, device: torch.device) -> None:
         """The GPU that the calling thread works on from now on."""
         self._api.set_device(device)

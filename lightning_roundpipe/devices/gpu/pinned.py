@@ -62,7 +62,8 @@ class _Place:
         refused_bytes: that could not be page-locked.
         num_steps: in which it has travelled, each soon after the one before.
         last_step: of them.
-        is_settled: set when it is known what is page-locked; None before anything was tried.
+        trying: held while it is tried to page-lock it.
+        was_tried: whether that was, or is at the moment.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -72,7 +73,8 @@ class _Place:
         self.refused_bytes = 0
         self.num_steps = 0
         self.last_step = -1  # the first step is 0
-        self.is_settled: threading.Event | None = None
+        self.trying = threading.Lock()
+        self.was_tried = False
 
     def is_left(self) -> bool:
         """Whether nothing but this holds the memory."""
@@ -188,9 +190,12 @@ class PageLockedMemory:
             if (between := self._num_steps - place.last_step) > 0:
                 place.last_step = self._num_steps
                 place.num_steps = place.num_steps + 1 if between <= _MAX_STEPS_BETWEEN else 1
-            is_worth_it = place.num_steps > _NUM_LEARNING_STEPS or place.is_settled is not None
+            is_worth_it = place.num_steps > _NUM_LEARNING_STEPS or place.was_tried
         if is_worth_it or self._locker.is_page_locked(source):
-            self._settle(place, source)
+            with place.trying:  # perhaps by another thread
+                if not place.was_tried:
+                    place.was_tried = True
+                    self._lock_in_place(place, source)
         return place.start, place.stop
 
     # --- memory of others ----------------------------------------------------------------------------------------
@@ -201,21 +206,8 @@ class PageLockedMemory:
             place = self._places[storage._cdata] = _Place(storage)
         return place
 
-    def _settle(self, place: _Place, tensor: Tensor) -> None:
-        """Page-locks the memory of ``tensor`` in place, or waits until another thread has done it."""
-        with self._lock:
-            settled, is_first = place.is_settled, place.is_settled is None
-            if settled is None:
-                settled = place.is_settled = threading.Event()
-        if not is_first:
-            settled.wait()
-            return
-        try:
-            self._lock_in_place(place, tensor)
-        finally:
-            settled.set()
-
     def _lock_in_place(self, place: _Place, tensor: Tensor) -> None:
+        """Page-locks the memory of ``tensor``, where that can be."""
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         if self._locker.is_page_locked(tensor):
