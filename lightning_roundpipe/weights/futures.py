@@ -214,17 +214,19 @@ class Update:
         """On the thread of the updates."""
         may_begin = self._may_begin.get()
         _updating.add(threading.get_ident())
-        with self._surroundings.entered():
-            for future in self._futures:
-                work = self._works.popleft()
-                if may_begin:
-                    self._run_one(future, work)
-                else:
-                    future.turn(State.READY)
-                del work  # and with it the gradients
-        _updating.discard(threading.get_ident())
-        self._futures = []  # each of them holds this update
-        self._has_ended.set()
+        try:
+            with self._surroundings.entered():
+                for future in self._futures:
+                    work = self._works.popleft()
+                    if may_begin:
+                        self._run_one(future, work)
+                    else:
+                        future.turn(State.READY)
+                    del work  # and with it the gradients
+        finally:
+            _updating.discard(threading.get_ident())
+            self._futures = []  # each of them holds this update
+            self._has_ended.set()
 
     def _run_one(self, future: ParameterFuture, work: Callable[[], None]) -> None:
         if (error := self._training.error) is None:
