@@ -59,6 +59,17 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
+_LEGAL = {
+    (State.UPDATING, State.UNSEEN),
+    (State.UPDATING, State.READY),
+    (State.UPDATING, State.FAILED),
+    (State.UNSEEN, State.READY),
+    (State.UNSEEN, State.FAILED),
+    (State.READY, State.FAILED),
+    (State.FAILED, State.READY),
+}
+
+
 class Training:
     """The error that has ended the updates of a training, and what the thread that trains knows of it.
 
@@ -134,8 +145,10 @@ class ParameterFuture:
 
     def turn(self, state: State) -> None:
         """Takes another state; threads that wait go on, unless it is UNSEEN."""
-        if self.state is state:  # another thread may have turned it
+        before = self.state  # at the same time, another thread may turn it to the same
+        if state is before:
             return
+        assert (before, state) in _LEGAL, f"from {before} to {state}"
         self.state = state
         if state is State.FAILED:
             self.show()
