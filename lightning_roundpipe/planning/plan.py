@@ -201,14 +201,13 @@ def _plan(
     if not profile.calls:
         return StepPlan(no_calls(is_training=is_training), (1,), sizes[0])
     rounds = list(dict.fromkeys(min(size or num_microbatches, num_microbatches) for size in sizes))
-    while True:
-        try:
-            limit, left = _stage_memory(profile, machine, num_microbatches, rounds[0], is_training=is_training)
-            break
-        except StageMemoryError:
-            if len(rounds) == 1:
-                raise
-            del rounds[0]
+    most = max(needed_bytes(call, is_training=is_training) for call in profile.calls)
+    largest = max(machine.memories, default=math.inf)
+    while len(rounds) > 1 and most + waiting_bytes(profile, num_microbatches, rounds[0]) > largest:
+        del rounds[0]
+    waiting = waiting_bytes(profile, num_microbatches, rounds[0])
+    limit = _stage_memory_limit(profile, machine, waiting, is_training=is_training)
+    left = _without_waiting(machine, waiting)
     search = StageSearch(profile.calls, is_training=is_training, memory_limit=limit, counts_graphs=is_training)
     score = Score(profile, left, num_microbatches, is_training, may_split)
     best, best_ms, single_ms = explore(search, score, rounds)
@@ -260,57 +259,44 @@ def _reason(splits: tuple[int, ...], step_ms: float, single_ms: float, may_split
     return text
 
 
-def _stage_memory(
-    profile: CostProfile, machine: Machine, num_microbatches: int, round_size: int, *, is_training: bool
-) -> tuple[int | None, Machine]:
-    """What a stage may take, and the machine without what waits on its devices."""
-    waiting = waiting_bytes(profile, num_microbatches, round_size)
-    memories: list[int | None] = [*machine.memories] or [None]
-    for memory in memories:
-        try:
-            limit = stage_memory_limit(profile, memory, is_training=is_training, waiting_bytes=waiting)
-        except StageMemoryError:
-            if memory == memories[-1]:
-                raise
-        else:
-            break
+def _stage_memory_limit(profile: CostProfile, machine: Machine, waiting: int, *, is_training: bool) -> int | None:
+    """Bytes that the weights and gradients of a stage should take at most on a device; None for no limit.
+
+    Args:
+        profile, machine, is_training: As for `round_sizes`.
+        waiting: Bytes of activations on a device that wait for their next stage.
+
+    Raises:
+        StageMemoryError: If a single call does not fit on any device.
+    """
+    if not machine.memories:
+        return None
+    needed = [needed_bytes(call, is_training=is_training) + waiting for call in profile.calls]
+    memory = next((limit for limit in machine.memories if max(needed) <= limit), None)
+    if memory is not None:
+        activations = max(call.activation_bytes(is_training=is_training) for call in profile.calls)
+        return (memory - waiting - activations) // 2
+    memory = machine.memories[-1]
+    position = next(index for index, size in enumerate(needed) if size > memory)
+    call = profile.calls[position]
+    beside = f", beside {format_bytes(waiting)} of activations that wait for their next stage" if waiting else ""
+    raise StageMemoryError(
+        f"Call {position}, {describe_need(call, is_training=is_training)}{beside}. "
+        f"That is {format_bytes(needed[position] - memory)} over the {format_bytes(memory)} that a device has for it. "
+        "Smaller micro-batches (more of them) take less for activations, finer units less for weights and "
+        "gradients: RoundPipeStrategy(num_microbatches=..., units=[...]).",
+        fits_if_split=call.state_bytes(is_training=is_training) <= memory,
+    )
+
+
+def _without_waiting(machine: Machine, waiting: int) -> Machine:
+    """The machine without what waits on its devices."""
 
     def left(memory_bytes: int | None) -> int | None:
         return None if memory_bytes is None else max(0, memory_bytes - waiting)
 
     devices = tuple(replace(traits, memory_bytes=left(traits.memory_bytes)) for traits in machine.devices)
-    return limit, replace(machine, device_memory_bytes=left(machine.device_memory_bytes), devices=devices)
-
-
-def stage_memory_limit(
-    profile: CostProfile, memory: int | None, *, is_training: bool, waiting_bytes: int = 0
-) -> int | None:
-    """Bytes that the weights and gradients of a stage should take at most on a device; None for no limit.
-
-    Args:
-        profile: The costs of the calls of one micro-batch.
-        memory: Bytes that the engine may use on a device; None for no limit.
-        is_training: Whether there is a backward.
-        waiting_bytes: Activations on a device that wait for their next stage.
-
-    Raises:
-        StageMemoryError: If a single call does not fit.
-    """
-    if memory is None:
-        return None
-    for position, call in enumerate(profile.calls):
-        needed = needed_bytes(call, is_training=is_training) + waiting_bytes
-        if needed > memory:
-            beside = f", beside {format_bytes(waiting_bytes)} of activations that wait for their next stage"
-            raise StageMemoryError(
-                f"Call {position}, {describe_need(call, is_training=is_training)}{beside if waiting_bytes else ''}. "
-                f"That is {format_bytes(needed - memory)} over the {format_bytes(memory)} that a device has for it. "
-                "Smaller micro-batches (more of them) take less for activations, finer units less for weights and "
-                "gradients: RoundPipeStrategy(num_microbatches=..., units=[...]).",
-                fits_if_split=call.state_bytes(is_training=is_training) <= memory,
-            )
-    activations = max((call.activation_bytes(is_training=is_training) for call in profile.calls), default=0)
-    return (memory - waiting_bytes - activations) // 2
+    return replace(machine, device_memory_bytes=left(machine.device_memory_bytes), devices=devices)
 
 
 def waiting_bytes(profile: CostProfile, num_microbatches: int, round_size: int | None) -> int:

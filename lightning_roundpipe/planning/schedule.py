@@ -61,9 +61,8 @@ class Schedule:
         ):
             if value < 1:
                 raise ScheduleError(f"{name} of a schedule must be >= 1, got {value}: add at least one.")
-        cells = self._validate_cells()
-        object.__setattr__(self, "_device_of", {action: device for action, (device, _) in cells.items()})
-        self._validate_order(cells)
+        object.__setattr__(self, "_device_of", self._validate_cells())
+        self._validate_order()
 
     @property
     def num_devices(self) -> int:
@@ -90,9 +89,9 @@ class Schedule:
             lines.append(f"{f'device {device}:'.ljust(label)} {cells}".rstrip())
         return "\n".join(lines) + "\n"
 
-    def _validate_cells(self) -> dict[Action, tuple[int, int]]:
-        """Check that every action occurs exactly once, and return the (device, column) of each."""
-        cells: dict[Action, tuple[int, int]] = {}
+    def _validate_cells(self) -> dict[Action, int]:
+        """Check that every action occurs exactly once, and return the device of each."""
+        found: dict[Action, int] = {}
         for device, actions in enumerate(self.devices):
             for column, action in enumerate(actions):
                 for name, index, count in (
@@ -103,27 +102,23 @@ class Schedule:
                         raise self._error(
                             device, column, f"{name} {index} is out of range, the schedule has {count}: remove the cell"
                         )
-                if action in cells:
-                    first_device, first_column = cells[action]
-                    where = f"device {first_device}, column {first_column}"
+                if action in found:
+                    where = f"device {found[action]}, column {self.devices[found[action]].index(action)}"
                     raise self._error(device, column, f"the action is already at {where}: remove one of the two")
-                cells[action] = (device, column)
-        if len(cells) != self.num_stages * self.num_microbatches:
-            raise self._missing_error(cells)
-        return cells
+                found[action] = device
+        num_missing = self.num_stages * self.num_microbatches - len(found)
+        if num_missing:
+            all_actions = (Action(s, m) for s in range(self.num_stages) for m in range(self.num_microbatches))
+            missing = next(action for action in all_actions if action not in found)
+            raise ScheduleError(
+                f"Action {missing.format()} (stage {missing.stage_index}, micro-batch {missing.microbatch_index}) is "
+                f"missing, {num_missing} in all: add it to a device."
+            )
+        return found
 
-    def _missing_error(self, cells: dict[Action, tuple[int, int]]) -> ScheduleError:
-        num_missing = self.num_stages * self.num_microbatches - len(cells)
-        all_actions = (Action(s, m) for s in range(self.num_stages) for m in range(self.num_microbatches))
-        missing = next(action for action in all_actions if action not in cells)
-        return ScheduleError(
-            f"Action {missing.format()} (stage {missing.stage_index}, micro-batch {missing.microbatch_index}) is "
-            f"missing, {num_missing} in all: add it to a device."
-        )
-
-    def _validate_order(self, cells: dict[Action, tuple[int, int]]) -> None:
+    def _validate_order(self) -> None:
         """Run the schedule without time: whatever cannot be reached is blocked by a cycle."""
-        columns, next_stage, _ = self._run_without_time(cells, 0)
+        columns, next_stage, _ = self._run_without_time(0)
         blocked = []
         for device, column in enumerate(columns):
             if column < len(self.devices[device]):
@@ -134,9 +129,7 @@ class Schedule:
             problem = "The order is cyclic, the devices would wait for ever: reorder them."
             raise ScheduleError("\n  ".join([problem, *blocked]))
 
-    def _run_without_time(
-        self, cells: dict[Action, tuple[int, int]], num_ordered: int
-    ) -> tuple[list[int], list[int], list[Action]]:
+    def _run_without_time(self, num_ordered: int) -> tuple[list[int], list[int], list[Action]]:
         """Go as far as possible, through the first `num_ordered` stages in micro-batch order only.
 
         Returns the column that each device has reached, the stage that each micro-batch has reached, and the actions in
@@ -161,8 +154,8 @@ class Schedule:
                 order.append(action)
                 # Only devices where this micro-batch goes on, or the next one follows, can have become free to go on.
                 for freed in (Action(stage + 1, microbatch), Action(stage, microbatch + 1)):
-                    if freed in cells and cells[freed][0] != device:
-                        pending.append(cells[freed][0])
+                    if self._device_of.get(freed, device) != device:
+                        pending.append(self._device_of[freed])
         return columns, next_stage, order
 
     def stage_orders(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
@@ -173,10 +166,9 @@ class Schedule:
         Args:
             num_stages: For how many stages.
         """
-        cells = {action: (self.device_of(action), 0) for actions in self.devices for action in actions}
-        order = self._run_without_time(cells, num_stages)[2]
-        if len(order) < len(cells):
-            order = self._run_without_time(cells, 0)[2]
+        order = self._run_without_time(num_stages)[2]
+        if len(order) < len(self._device_of):
+            order = self._run_without_time(0)[2]
         orders: list[list[int]] = [[] for _ in range(self.num_stages)]
         for action in order:
             orders[action.stage_index].append(action.microbatch_index)

@@ -132,7 +132,6 @@ class Score:
         self._table = StageTable(profile, is_training=is_training)
         self._known: dict[tuple[object, ...], float] = {}
         self._tried: dict[Candidate, tuple[float, int]] = {}  # the time in ms, and how many stage runs there are
-        self._simulated: dict[Candidate, float] = {}  # the time in ms
         self._lane_bytes_per_ms = _lane_bytes_per_ms(machine)
         self.has_ways = not (machine.is_uniform and math.isinf(self._lane_bytes_per_ms))  # that decide on splits
         self.has_links = math.isfinite(self._lane_bytes_per_ms)
@@ -256,10 +255,6 @@ class Score:
                 best, best_ms = candidate, ms
         return best, best_ms
 
-    def num_rings(self, round_size: int) -> int:
-        """The most rings of equally many devices that equal groups of each round's micro-batches can have."""
-        return math.gcd(self.num_devices, round_size, self.num_microbatches)
-
     def partition(self, candidate: Candidate) -> Partition:
         """The stages of a candidate."""
         return assemble(self.num_calls, candidate.forward, candidate.backward)
@@ -268,11 +263,6 @@ class Score:
         return [self._table.cost(*piece) for piece in pieces(self.num_calls, candidate.forward, candidate.backward)]
 
     def _simulated_ms(self, candidate: Candidate) -> float:
-        if candidate not in self._simulated:
-            self._simulated[candidate] = self._simulate(candidate)
-        return self._simulated[candidate]
-
-    def _simulate(self, candidate: Candidate) -> float:
         costs = self._costs(candidate)
         counts = {"num_microbatches": self.num_microbatches, "round_size": candidate.round_size}
         schedule = dispatch(costs, self._machine, splits=self.splits(candidate), **counts)
@@ -316,7 +306,8 @@ def explore(search: StageSearch, score: Score, round_sizes: Sequence[int]) -> tu
 
 def _explore_rings(search: StageSearch, score: Score, size: int) -> tuple[Candidate, float, float]:
     """The same where nothing has to travel and all devices are alike: counts alone decide on r."""
-    rings = Split(score.num_rings(size))
+    # The most rings of equally many devices that equal groups of each round's micro-batches can have.
+    rings = Split(math.gcd(score.num_devices, size, score.num_microbatches))
     if score.has_limit:
         _search(search, score, (size,), (rings,))
     else:

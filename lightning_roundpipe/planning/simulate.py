@@ -255,22 +255,18 @@ class _Run:
             return None
         gate = self.updated[needed] if needed >= 0 else 0.0
         travelling, resident, workspace = cost.weight_bytes, cost.resident_bytes, cost.workspace_bytes
-        if index and self._overlap(device, device.runs[index - 1], run):
-            previous = device.runs[index - 1]
+        previous = device.runs[index - 1] if index else None
+        if previous is not None and previous.cost.fits_beside(cost, device.traits.memory_bytes):
             gate = max(gate, previous.starts_at, device.runs[index - 2].freed_at if index > 1 else 0.0)
             travelling += len(previous.actions) * previous.cost.input_bytes
             resident += previous.cost.resident_bytes
             workspace = max(workspace, previous.cost.workspace_bytes)
-        elif index:
-            gate = max(gate, device.runs[index - 1].freed_at)
+        elif previous is not None:
+            gate = max(gate, previous.freed_at)
         device.peak_bytes = max(device.peak_bytes, resident + workspace)
         lane_ms = travelling / device.traits.h2d_bytes_per_ms
         run.weights_at = self._move(device, "h2d", gate, run, cost.weight_bytes, lane_ms)
         return run.weights_at
-
-    def _overlap(self, device: _Device, previous: _StageRun, run: _StageRun) -> bool:
-        """Whether the weights of a stage run are uploaded while the one before it is on the device."""
-        return previous.cost.fits_beside(run.cost, device.traits.memory_bytes)
 
     def _move(self, device: _Device, lane: str, begin: float, run: _StageRun, num_bytes: int, lane_ms: float) -> float:
         """Book weights or gradients on a lane and on the host memory; returns when they have arrived."""
@@ -322,7 +318,9 @@ class _Run:
         run.starts_at, following = start, device.run_index + 1
         if device.run_index:
             self.late_ms += max(0.0, start - max(device.free, self._arrival(run.actions[0], device)))
-        if following < len(device.runs) and self._overlap(device, run, device.runs[following]):
+        if following < len(device.runs) and run.cost.fits_beside(
+            device.runs[following].cost, device.traits.memory_bytes
+        ):
             # Booked as soon as it can begin, so that the host memory serves it in its turn.
             self._weights_at(device, following)
 
