@@ -22,7 +22,7 @@ import torch
 
 from ..planning.builders import round_robin
 from ..planning.costs import CostProfile, Machine
-from ..planning.partition import Partition, Stage, StageKind
+from ..planning.partition import Partition, StageKind, no_calls
 from ..planning.plan import StepPlan
 from ..planning.schedule import Schedule
 from ..planning.simulate import simulate
@@ -193,8 +193,7 @@ class Plans:
 
     def recording(self, is_training: bool) -> tuple[Plan, Schedule]:
         """What a first micro-batch runs to record its calls: one stage, one device, no call foreseen."""
-        stages = (Stage(0, StageKind.FUSED if is_training else StageKind.FORWARD, 0, 0),)
-        return Plan((), Partition(0, stages), recording=True), round_robin(1, 1, self._num_devices)
+        return Plan((), no_calls(is_training=is_training), recording=True), round_robin(1, 1, self._num_devices)
 
     def record(self, key: Hashable, recorded: SegmentRecord, num_microbatches: int, is_training: bool) -> Plan:
         """Makes the first plan of a key, from the micro-batch that has recorded its calls.
@@ -317,7 +316,7 @@ class Plans:
         loose_bytes: int,
     ) -> Plan:
         if not sequence:  # a segment without units
-            partition = self.recording(is_training)[0].partition
+            partition = no_calls(is_training=is_training)
             return Plan((), partition, step=StepPlan(partition, (1,)), costs=costs, machine=self.machine)
         made = self._planner(costs, self.machine, num_microbatches, is_training)
         step = made if isinstance(made, StepPlan) else StepPlan(made, (1,) * made.num_stages, self._round_size)

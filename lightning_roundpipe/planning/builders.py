@@ -75,16 +75,21 @@ def round_robin(
     if not 0 <= first_device < num_devices:
         raise ValueError(f"first_device must be one of the {num_devices} devices, got {first_device}: take it modulo.")
     steps = (range(step * num_microbatches, (step + 1) * num_microbatches) for step in range(num_steps))
-    rounds = [step[start : start + size] for step in steps for start in range(0, num_microbatches, size)]
     devices: list[list[Action]] = [[] for _ in range(num_devices)]
     device = first_device
-    for microbatches in rounds:
+    for microbatches in chain.from_iterable(rounds_of(step, size) for step in steps):
         for stage, most in enumerate(row):
             count = min(most, len(microbatches))
             for index in range(count):
                 devices[device].extend(Action(stage, m) for m in neighbours(microbatches, count, index))
                 device = (device + 1) % num_devices
     return Schedule(num_stages, num_steps * num_microbatches, tuple(map(tuple, devices)))
+
+
+def rounds_of(microbatches: range, round_size: int | None) -> list[range]:
+    """Cut the micro-batches of a step into rounds; None for one round with all."""
+    size = round_size or len(microbatches)
+    return [microbatches[start : start + size] for start in range(0, len(microbatches), size)]
 
 
 def neighbours(microbatches: range, num_groups: int, index: int) -> range:

@@ -27,9 +27,9 @@ long as the host's memory has no limit. That is fast enough for a search.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from .builders import neighbours, round_robin
+from .builders import neighbours, round_robin, rounds_of
 from .costs import Machine
 from .schedule import Action, Schedule
 from .stages import ADDITION_PASSES, StageCost
@@ -69,7 +69,7 @@ def dispatch(
             num_steps=num_steps,
         )
     clock = _ListClock(costs, machine, num_microbatches)
-    clock.run(splits, list(_rounds(num_microbatches, round_size)))
+    clock.run(splits, rounds_of(range(num_microbatches), round_size))
     begins = range(0, num_steps * num_microbatches, num_microbatches)
     devices = [
         [Action(a.stage_index, begin + a.microbatch_index) for begin in begins for a in r] for r in clock.actions
@@ -94,7 +94,7 @@ def dispatch_ms(
     Args:
         costs, machine, num_microbatches, splits, round_size: As for `dispatch`.
     """
-    rounds = list(_rounds(num_microbatches, round_size))
+    rounds = rounds_of(range(num_microbatches), round_size)
     num_devices, num_copies, splits = machine.num_devices, 1, within(splits, machine)
     clock: _Clock
     if not machine.is_uniform:
@@ -116,12 +116,6 @@ def dispatch_ms(
 def within(splits: Sequence[int], machine: Machine) -> tuple[int, ...]:
     """Return splits over no more devices than the machine has."""
     return tuple(min(count, machine.num_devices) for count in splits)
-
-
-def _rounds(num_microbatches: int, round_size: int | None) -> Iterator[range]:
-    size = round_size or num_microbatches
-    for first in range(0, num_microbatches, size):
-        yield range(first, min(first + size, num_microbatches))
 
 
 class _Device:

@@ -28,7 +28,7 @@ from itertools import pairwise
 from .costs import CallCost, CostProfile, Machine
 from .cuts import StageSearch
 from .dispatch import dispatch
-from .partition import Partition, StageKind, keep_together, no_calls
+from .partition import Partition, StageKind, assemble, keep_together, no_calls
 from .quantities import format_bytes, format_ms, format_share
 from .schedule import Action, Schedule
 from .search import Score, explore
@@ -211,7 +211,7 @@ def _plan(
     search = StageSearch(profile.calls, is_training=is_training, memory_limit=limit, counts_graphs=is_training)
     score = Score(profile, left, num_microbatches, is_training, may_split)
     best, best_ms, single_ms = explore(search, score, rounds)
-    partition, splits = score.partition(best), score.splits(best)
+    partition, splits = assemble(len(profile.calls), best.forward, best.backward), score.splits(best)
     return StepPlan(partition, splits, best.round_size, _reason(splits, best_ms, single_ms, may_split))
 
 

@@ -45,7 +45,7 @@ from typing import NamedTuple
 from .costs import CostProfile, Machine
 from .cuts import Cuts, StageSearch, neighbour_cuts, single_calls
 from .dispatch import dispatch, dispatch_ms
-from .partition import Partition, assemble, pieces
+from .partition import pieces
 from .simulate import simulate
 from .stages import ADDITION_PASSES, StageCost, StageTable
 
@@ -254,10 +254,6 @@ class Score:
             if self._tried[candidate][0] < best_ms and (ms := self._simulated_ms(candidate)) < best_ms:
                 best, best_ms = candidate, ms
         return best, best_ms
-
-    def partition(self, candidate: Candidate) -> Partition:
-        """The stages of a candidate."""
-        return assemble(self.num_calls, candidate.forward, candidate.backward)
 
     def _costs(self, candidate: Candidate) -> list[StageCost]:
         return [self._table.cost(*piece) for piece in pieces(self.num_calls, candidate.forward, candidate.backward)]
