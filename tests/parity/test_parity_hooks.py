@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,52 +112,6 @@ class FeaturesOfAModule(Chain):
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
         features = self.extractor(x)
         return block(features["0"] + features["1"])
-
-
-class HooksThatHoldWhatTheyFill(Chain):
-    """In closures: a list that is an attribute as well, and a dict that only closures know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        hidden: list[Tensor] = []
-        features: dict[str, Tensor] = {}
-        self.hidden = hidden
-        self.feature = lambda name: features.pop(name)
-        self.blocks[0].inner.register_forward_hook(lambda module, args, output: hidden.append(output))
-        self.blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
-        self.blocks[2].register_forward_pre_hook(lambda module, args: features.update(given=args[0]))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.hidden.clear()
-        loss = super().training_step(batch, batch_idx)
-        first, second = self.hidden
-        return loss + (first - second).square().mean() + self.feature("given").square().mean()
-
-
-class Keeper:
-    """No module: its method is a hook."""
-
-    def __init__(self) -> None:
-        self.last: Any = None
-        self.all: list[Tensor] = []
-
-    def keep(self, factor: float, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        self.last = output * factor
-        self.all.append(output)
-
-
-class HooksOfAnObject(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.keeper = Keeper()
-        self.blocks[0].inner.register_forward_hook(functools.partial(self.keeper.keep, 2.0))
-        self.blocks[1].register_forward_hook(functools.partial(self.keeper.keep, 3.0))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.keeper.all = []
-        loss = super().training_step(batch, batch_idx)
-        first, second = self.keeper.all
-        return loss + (first - second).square().mean() + self.keeper.last.square().mean()
 
 
 class HooksOfOneStep(Chain):
@@ -357,8 +310,6 @@ MODELS: list[type[Chain]] = [
     RecordedByName,
     RecordedFromTheSecondStepOn,
     FeaturesOfAModule,
-    HooksThatHoldWhatTheyFill,
-    HooksOfAnObject,
     HooksOfOneStep,
     HooksThatChangeTheOutput,
     HooksOnUnits,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.parity.driver import assert_parity, train
+from tests.parity.driver import assert_parity, plain, train
 from tests.support.models import WIDTH, Block, Chain, Regression, padded_sequences, sequences, vectors
+from tests.support.parity import assert_alike
 
 
 def tokens() -> list[tuple[Tensor, Tensor]]:
@@ -363,3 +365,57 @@ def test_a_hook_that_a_step_leaves_is_itself_in_copies() -> None:
     block = run.module.blocks[0]
     copies = (copy.deepcopy(block), pickle.loads(pickle.dumps(block)))
     assert [list(one._forward_hooks.values()) for one in copies] == [[noted]] * 2
+
+
+class HooksThatHoldWhatTheyFill(Chain):
+    """In closures: a list that is an attribute as well, and a dict that only closures know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden: list[Tensor] = []
+        features: dict[str, Tensor] = {}
+        self.hidden = hidden
+        self.feature = lambda name: features.pop(name)
+        self.blocks[0].inner.register_forward_hook(lambda module, args, output: hidden.append(output))
+        self.blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+        self.blocks[2].register_forward_pre_hook(lambda module, args: features.update(given=args[0]))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.hidden.clear()
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.hidden
+        return loss + (first - second).square().mean() + self.feature("given").square().mean()
+
+
+class Keeper:
+    """No module: its method is a hook."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.all: list[Tensor] = []
+
+    def keep(self, factor: float, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.last = output * factor
+        self.all.append(output)
+
+
+class HooksOfAnObject(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeper = Keeper()
+        self.blocks[0].inner.register_forward_hook(functools.partial(self.keeper.keep, 2.0))
+        self.blocks[1].register_forward_hook(functools.partial(self.keeper.keep, 3.0))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.keeper.all = []
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.keeper.all
+        return loss + (first - second).square().mean() + self.keeper.last.square().mean()
+
+
+@pytest.mark.parametrize("model", [HooksThatHoldWhatTheyFill, HooksOfAnObject])
+def test_what_a_hook_holds_is_that_of_the_microbatch(pipeline: dict[str, Any], model: type[Any]) -> None:
+    ours = assert_parity(model, vectors, **pipeline, min_calls=3).module
+    theirs = plain(model, vectors).module
+    found = [module.hidden if model is HooksThatHoldWhatTheyFill else vars(module.keeper) for module in (ours, theirs)]
+    assert_alike(*found, rtol=1e-4, atol=1e-6)

@@ -6,6 +6,7 @@ What a logger makes of its calls is its own: so one that records them stands for
 from __future__ import annotations
 
 import csv
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,7 @@ def test_files_of_csv_and_tensorboard(run_both: Any) -> None:
 def test_hooks_of_a_logger_that_watches() -> None:
     """As ``watch`` of Weights & Biases puts them on parameters and on the forward of the module."""
     gradients: list[tuple[str, torch.Tensor]] = []
-    weights: list[torch.Tensor] = []
+    weights: deque[torch.Tensor] = deque()  # of which micro-batches have no copies
 
     def watched() -> Any:
         module = LogsAll()
