@@ -73,7 +73,7 @@ def _rules() -> dict[str, Rule]:
         frozenset({"typing_extensions"}),
     )
     # It imports torch when it is asked for facts, as `roundpipe doctor` does, and no other command.
-    machine = {"__about__", "planning", "common", "devices"}
+    machine = {"__about__", "common", "devices"}
     rules["cli.machine_facts"] = Rule(frozenset(machine), frozenset({_TORCH}))
     rules["__about__"] = Rule(frozenset(), frozenset())
     rules["lightning_cli"] = Rule(frozenset({"__about__"}), frozenset({"lightning", "lightning_utilities"}))

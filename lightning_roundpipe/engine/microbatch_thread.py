@@ -62,7 +62,7 @@ class MicrobatchThread(Microbatch):
         try:
             with entered(self.state), surroundings.entered(), self._implicit_transfers():
                 try:
-                    self.device.enter()  # a new thread works on the first GPU, which may be lost
+                    self.device.enter()  # a new thread works on the first GPU
                     self._send_weights_ahead()
                     self._lock.acquire(self.state)
                     results, roots = self._run_user_code()

@@ -31,7 +31,7 @@ class Clock:
 
     def __init__(self, pool: DevicePool) -> None:
         self._started = perf_counter()
-        self._origins = {device: (device.index, *self._origin_of(device)) for device in pool.devices}
+        self._origins = {device: self._origin_of(device) for device in pool.devices}
 
     def _origin_of(self, device: Device) -> tuple[float, Any]:
         """A time and the stamp for it: a device is idle between steps, so that its first stamp is reached when it is
@@ -49,7 +49,7 @@ class Clock:
 
     def between(self, device: Device, start: Any, end: Any) -> tuple[float, float] | None:
         """Both stamps in ms; None if the device has not reached them."""
-        _, offset_ms, origin = self._origins[device]
+        offset_ms, origin = self._origins[device]
         start_ms, end_ms = device.elapsed_ms(origin, start), device.elapsed_ms(origin, end)
         return None if start_ms is None or end_ms is None else (offset_ms + start_ms, offset_ms + end_ms)
 
@@ -58,8 +58,7 @@ class Clock:
         spans = []
         for device, kind, name, start, end, stage, *_ in runs:
             if (times := self.between(device, start, end)) is not None:
-                index, *_ = self._origins[device]  # as it was in the step
-                spans.append(Span(index, "compute", *times, stage, microbatch, f"{kind} {name}"))
+                spans.append(Span(device.index, "compute", *times, stage, microbatch, f"{kind} {name}"))
         return spans
 
 

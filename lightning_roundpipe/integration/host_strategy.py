@@ -90,11 +90,16 @@ class HostStrategy(RankStrategy):
 
     @override
     def teardown(self) -> None:
-        """Ends the run."""
-        module = self.lightning_module
+        """Ends the run. Weights without data stay where they are: an error has said so, and all else must be ended."""
+        module = self._lightning_module
         if module is not None and (profiler := profiler_of(module)) is not None:
             restore(profiler)
-        super().teardown()
+        if module is not None and any(weight.is_meta for weight in module.parameters()):
+            self._lightning_module = None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
 
     # --- checkpoints of other strategies, see [Note: foreign checkpoints] ----------------------------------------
 

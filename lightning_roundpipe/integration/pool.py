@@ -95,7 +95,7 @@ def make_engine(
         machine=machine_of(pool, options, links),
         unit_classes=options.units,
         exempt=(Metric,),
-        num_threads=options.threads_per_device or microbatch_threads(pool),
+        num_threads=microbatch_threads(pool, options.threads_per_device),
         adding_threads=host_threads(pool),
         compile_units=options.compile_arguments,
     )
@@ -118,6 +118,7 @@ def host_threads(pool: DevicePool) -> int:
     return max(1, num_threads // 2, num_threads - num_devices)
 
 
-def microbatch_threads(pool: DevicePool) -> int:
-    """Intra-op threads of a micro-batch. On GPUs its thread does next to nothing on the host, and there are many."""
-    return max(1, torch.get_num_threads() // len(pool)) if pool.is_virtual else 1
+def microbatch_threads(pool: DevicePool, wanted: int | None) -> int:
+    """Intra-op threads of a micro-batch, if the user wants no other number. On GPUs its thread does next to nothing on
+    the host, and there are many."""
+    return wanted or (max(1, torch.get_num_threads() // len(pool)) if pool.is_virtual else 1)

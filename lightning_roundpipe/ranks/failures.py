@@ -165,7 +165,7 @@ class Mailbox:
         deadline = time.monotonic() + _PATIENCE_S
         while (found := self.look()) is None and time.monotonic() < deadline:
             for other in self._others:
-                if (found := self._look_whether_gone(other, _CONNECT_S)) is not None:
+                if (found := self._look_whether_gone(other)) is not None:
                     return found
             time.sleep(_RECHECK_S)
         return found
@@ -177,15 +177,20 @@ class Mailbox:
         """
         return self._look_whether_gone((self._rank + 1) % len(self._addresses), _SILENT_S)
 
-    def _look_whether_gone(self, rank: int, timeout_s: float) -> Failure | None:
-        try:
-            _connection(self._addresses[rank], timeout_s).close()
-        except OSError:
-            error = (
-                "has ended without an error message: it was killed, its script is over, or its machine is out of reach"
-            )
-            return self.look() or Failure(rank, self._places[rank], error)
-        return None
+    def _look_whether_gone(self, rank: int, patience_s: float = 0.0) -> Failure | None:
+        """The failure of a rank that refuses a connection, or with which there has been none for this time."""
+        deadline = time.monotonic() + patience_s
+        while (found := self.look()) is None:
+            try:
+                _connection(self._addresses[rank]).close()
+            except OSError as error:
+                if isinstance(error, ConnectionRefusedError) or time.monotonic() >= deadline:
+                    break
+                time.sleep(_RECHECK_S)
+            else:
+                return None
+        text = "has ended without an error message: it was killed, its script is over, or its machine is out of reach"
+        return found or self.look() or Failure(rank, self._places[rank], text)
 
     def close(self) -> None:
         """No letter can come any more, and who asks whether this rank lives is told that it does not."""
@@ -206,8 +211,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
 
 
-def _connection(address: Sequence[str], timeout_s: float = _CONNECT_S) -> socket.socket:
-    return socket.create_connection((address[0], int(address[1])), timeout_s)
+def _connection(address: Sequence[str]) -> socket.socket:
+    return socket.create_connection((address[0], int(address[1])), _CONNECT_S)
 
 
 def own_address(towards: str) -> str:

@@ -194,7 +194,12 @@ class ManyRanks(RankGroup):
         mailbox = Mailbox(main_address if self.rank == 0 else "", main_address)
         told: list[Any] = [None] * self.size
         mine = (mailbox.address, place_of_this_process(), secrets.token_hex())
-        dist.all_gather_object(told, mine, group=self._control)
+        try:
+            dist.all_gather_object(told, mine, group=self._control)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} has lost others while ranks exchanged their addresses: {error}"
+            ) from error
         addresses, places, tokens = zip(*told, strict=True)
         mailbox.connect(self.rank, addresses, places, tokens[0])
         return mailbox
@@ -319,7 +324,7 @@ class ManyRanks(RankGroup):
     def explain(self, error: BaseException, what: str) -> BaseException:
         if isinstance(error, RankError):
             return error
-        if (failure := self._mailbox.find_out()) is not None:
+        if not self._is_closed and (failure := self._mailbox.find_out()) is not None:
             return self._of(failure, what)
         if "imed out" in str(error):
             return self._late(what)

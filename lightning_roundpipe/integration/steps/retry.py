@@ -182,11 +182,13 @@ class Retry:
         """
         state, has_no_room = step.state, _has_no_room(error)
         if lost := self._pool.find_lost():
+            why_not = self._obstacle(state)
             state.restore()
             causes = ", ".join(f"{device.name} ({device.lost})" for device in lost)
+            limit = "" if why_not is None else f" It may not have been taken back in full, because {why_not}."
             raise DeviceLostError(
-                f"{step.kind} has lost {causes}. What helps: begin again in a new process, from the last checkpoint, "
-                "without the device if it does not come back."
+                f"{step.kind} has lost {causes}.{limit} What helps: begin again in a new process, from the last "
+                "checkpoint, without the device if it does not come back."
             ) from error
         if isinstance(error, LateWriteError):
             why_not = self._obstacle(state)

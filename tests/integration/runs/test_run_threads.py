@@ -39,4 +39,5 @@ def test_what_runs_beside_the_devices_leaves_cores_to_them(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     pool = cast(Any, Pool(num_devices, is_virtual))
-    assert (microbatch_threads(pool), host_threads(pool)) == (microbatch, beside)
+    assert (microbatch_threads(pool, None), host_threads(pool)) == (microbatch, beside)
+    assert microbatch_threads(pool, 3) == 3

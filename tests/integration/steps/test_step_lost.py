@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torchmetrics import MeanMetric
 
 from lightning_roundpipe.devices.device import DeviceLostError
-from tests.support.engine.faults import MESSAGE, Losing
-from tests.support.parity import assert_alike, fit, make_loader
+from tests.support.engine.faults import MESSAGE, Fault, Losing
+from tests.support.late_updates import Late
+from tests.support.parity import assert_alike, fit, make_loader, make_trainer
 from tests.support.small import Small
 
 # Those that share the memory of the host cannot be lost.
@@ -66,3 +67,50 @@ def test_the_state_of_the_last_finished_step_is_saved(tmp_path: Path, use: int, 
     assert expected["weights"]["num_rows"] == 24
     assert_alike(saved["state_dict"], expected["weights"], rtol=0.0, atol=0.0)
     assert_alike(saved["optimizer_states"][0]["state"], expected["optimizer"], rtol=0.0, atol=0.0)
+
+
+def test_an_update_under_way_when_a_device_is_lost_ends_first(late: Late) -> None:
+    class Ending(L.Callback):
+        def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+            self.steps = {float(one["step"]) for one in trainer.optimizers[0].state_dict()["state"].values()}
+
+    ending = Ending()
+    with pytest.raises(DeviceLostError):
+        fit("roundpipe", Noting, make_loader(40), callbacks=[Losing(2, 0, 3), ending], options=COPIES)
+    assert late.num_buckets > 0
+    assert ending.steps == {2.0}
+
+
+def test_what_a_step_by_hand_has_done_is_not_taken_back() -> None:
+    class ByHand(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            lose(self.trainer)
+            self.loss(batch)
+
+    def lose(trainer: Any) -> None:
+        device = trainer.strategy.pool[0]
+        if device.lost is None:
+            Fault(device, at=0)
+
+    with pytest.raises(
+        DeviceLostError, match="not have been taken back in full, because manual_backward or an optimizer"
+    ):
+        fit("roundpipe", ByHand, make_loader(16), options=COPIES)
+
+
+def test_evaluation_that_loses_a_device() -> None:
+    class Evaluating(Noting):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch))
+
+    class InValidation(L.Callback):
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            Fault(trainer.strategy.pool[1], at=1)
+
+    with pytest.raises(DeviceLostError, match=r"validation_step has lost virtual device 1"):
+        make_trainer(callbacks=[InValidation()], options=COPIES).fit(Evaluating(), make_loader(), make_loader(8))
