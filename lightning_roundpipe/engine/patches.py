@@ -284,7 +284,7 @@ class _OwnHook:
 
     def __init__(self, owner: UserCodeState, module: nn.Module, hook: Callable[..., Any]) -> None:
         function = hook.func if isinstance(hook, functools.partial) else hook
-        self._hook = hook
+        self._hook = self.__wrapped__ = hook
         self._key = id(module), getattr(function, "__code__", type(function))
         owner.own_hooks.setdefault(self._key, []).append(self)
 

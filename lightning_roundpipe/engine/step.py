@@ -104,7 +104,12 @@ class Step:
         return result
 
     def _run(self) -> None:
-        lists = self._lists = CollectedLists(self._table.user_code, self._table.filled, self._table.modules)
+        lists = self._lists = CollectedLists(
+            self._table.user_code,
+            self._table.filled,
+            self._table.modules,
+            (*self._table.user_code, *self._table.blocks),
+        )
         succeeded = False
         self._resources.pool.open()
         try:

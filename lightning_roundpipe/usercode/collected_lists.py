@@ -22,18 +22,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..common.attributes import ALL, CELL, MISSING, Attributes, assign, is_container, read
+from ..common.attributes import MISSING, Attributes, assign, is_container, read
+from .hook_state import held_by_hooks
 from .outputs import brought_home
 
 Attribute = tuple[Any, str, Any]  # module or another place, see common.attributes; name; value
@@ -55,26 +54,6 @@ def containers_of(modules: Iterable[nn.Module]) -> Iterator[Attribute]:
                 yield module, name, value
 
 
-def held_by_hooks(modules: Iterable[nn.Module]) -> list[Attribute]:
-    """What forward hooks on these modules may fill, besides attributes of modules: lists and dicts of closures, and the
-    attributes of the objects whose methods they are. Each place once, see :mod:`common.attributes`."""
-    found: dict[int, Attribute] = {}
-    for module in modules:
-        if not (module._forward_hooks or module._forward_pre_hooks):
-            continue
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            while isinstance(hook, functools.partial):
-                hook = hook.func
-            owner = getattr(hook, "__self__", hook)
-            if type(getattr(owner, "__dict__", None)) is dict and not isinstance(owner, (nn.Module, FunctionType)):
-                found[id(owner)] = owner, ALL, owner.__dict__
-            for cell in getattr(hook, "__closure__", None) or ():
-                with contextlib.suppress(ValueError):  # a variable without a value
-                    if is_container(cell.cell_contents):
-                        found[id(cell)] = cell, CELL, cell.cell_contents
-    return list(found.values())
-
-
 def without_metrics(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Metrics belong to all micro-batches; they are hashed by their state, as no other modules are."""
     return (module for module in modules if type(module).__hash__ is nn.Module.__hash__)
@@ -87,6 +66,7 @@ class CollectedLists:
         modules: all of theirs are collected.
         filled: gives the attributes that units are known to fill.
         others: modules, with those of units, whose attributes may hold the same lists and dicts, and whose hooks.
+        called: modules that user code calls, see :func:`held_by_hooks`.
     """
 
     def __init__(
@@ -94,10 +74,11 @@ class CollectedLists:
         modules: Iterable[nn.Module],
         filled: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple,
         others: Sequence[nn.Module] = (),
+        called: Iterable[nn.Module] = (),
     ) -> None:
         self._filled = filled
         self._others = others
-        self._originals = [*containers_of(modules), *held_by_hooks(others)]
+        self._originals = [*containers_of(modules), *held_by_hooks(others, called)]
         self._note_filled()
         self._copies: list[Copies] = []  # of each micro-batch
 

@@ -376,8 +376,14 @@ class HooksThatHoldWhatTheyFill(Chain):
         features: dict[str, Tensor] = {}
         self.hidden = hidden
         self.feature = lambda name: features.pop(name)
+
+        @torch.no_grad()
+        def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            hidden.append(output)
+
         self.blocks[0].inner.register_forward_hook(lambda module, args, output: hidden.append(output))
-        self.blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+        self.blocks[1].register_forward_hook(keep)
+        self.blocks[3].register_forward_hook(print)  # holds nothing
         self.blocks[2].register_forward_pre_hook(lambda module, args: features.update(given=args[0]))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
