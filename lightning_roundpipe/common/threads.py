@@ -77,15 +77,16 @@ def set_intra_op_threads(num_threads: int) -> None:
 
 
 class InterruptibleEvent:
-    """As :class:`threading.Event`, for one thread that sets it and one that waits, which Ctrl-C may stop anywhere.
+    """As :class:`threading.Event`, for one thread that sets it; Ctrl-C and signal handlers may stop a wait anywhere.
 
     ``threading.Event.wait`` releases a lock and takes it again in Python. If the interrupt comes between the two, a
-    RuntimeError ("release unlocked lock") takes the place of the KeyboardInterrupt. Here one call of C waits.
+    RuntimeError ("release unlocked lock") takes the place of the KeyboardInterrupt, and a handler that waits for the
+    same event waits for ever. Here one call of C waits. Where several threads wait it is not cleared.
     """
 
     def __init__(self) -> None:
         self._is_set = False
-        self._lock = threading.Lock()  # locked unless the waiting thread has still to see that the event was set
+        self._lock = threading.Lock()  # locked while it is not set
         self._lock.acquire()
 
     def is_set(self) -> bool:
@@ -105,7 +106,10 @@ class InterruptibleEvent:
 
     def wait(self, timeout_s: float = -1.0) -> bool:
         """Blocks until it is set, or this time in seconds has passed (-1: for good); whether it is set."""
-        return self._is_set or self._lock.acquire(timeout=timeout_s)
+        # A release that came only when the event had been cleared is none: then it is locked again now.
+        if not self._is_set and self._lock.acquire(timeout=timeout_s) and self._is_set:
+            self._lock.release()  # for others that wait; this thread may be in the middle of another wait for it
+        return self._is_set
 
 
 class Worker:
@@ -119,6 +123,9 @@ class Worker:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
+        self._make()
+
+    def _make(self) -> None:
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._todo,), daemon=True)
 
@@ -128,9 +135,11 @@ class Worker:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the thread, unless it was started."""
-        if self._thread.ident is not None:
+        """Starts the thread, unless it runs."""
+        if self._thread.is_alive():
             return
+        if self._thread.ident is not None:  # it was started before the process was forked
+            self._make()
         if self._num_threads is None:
             self._thread.start()
             return

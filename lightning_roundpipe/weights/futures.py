@@ -45,7 +45,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..common.threads import Surroundings
+from ..common.threads import InterruptibleEvent, Surroundings
 from .events import tell
 from .harmless import HARMLESS
 
@@ -141,7 +141,7 @@ class ParameterFuture:
 
     def _hide(self, parameter: nn.Parameter) -> None:
         if _futures.get(id(parameter)) is self:
-            del _futures[id(parameter)]
+            _futures.pop(id(parameter), None)  # another thread may have done so
 
     def turn(self, state: State) -> None:
         """Takes another state; threads that wait go on, unless it is UNSEEN."""
@@ -208,7 +208,7 @@ class Update:
         # The first word decides whether the updates are made. To put one is atomic, and may be done several times.
         self._may_begin: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._has_begun = False
-        self._has_ended = threading.Event()
+        self._has_ended = InterruptibleEvent()
 
     def begin(self) -> None:
         """Lets the updates begin: from now on a look at the weights waits. Who is going to wait calls this as well: it
@@ -226,7 +226,7 @@ class Update:
     def run(self) -> None:
         """On the thread of the updates."""
         may_begin = self._may_begin.get()
-        _updating.add(threading.get_ident())
+        _updating[threading.get_ident()] = self
         try:
             with self._surroundings.entered():
                 for future in self._futures:
@@ -236,10 +236,12 @@ class Update:
                     else:
                         future.turn(State.READY)
                     del work  # and with it the gradients
+        except BaseException as error:  # must reach the thread that trains
+            self._training.fail(error, self._futures)
         finally:
-            _updating.discard(threading.get_ident())
             self._futures = []  # each of them holds this update
             self._has_ended.set()
+            del _updating[threading.get_ident()]
 
     def _run_one(self, future: ParameterFuture, work: Callable[[], None]) -> None:
         if (error := self._training.error) is None:
@@ -284,7 +286,7 @@ class PendingParameter(nn.Parameter):
 
 
 _futures: dict[int, ParameterFuture] = {}
-_updating: set[int] = set()  # threads that make an update
+_updating: dict[int, Update] = {}  # that are made, by thread
 
 
 def _classify(parameter: nn.Parameter) -> None:
@@ -372,6 +374,8 @@ def _finish_before_fork() -> None:
     if threading.get_ident() not in _updating:
         for future in list(_futures.values()):
             future.await_end()
+        for update in list(_updating.values()):
+            update.await_end()
 
 
 if hasattr(os, "register_at_fork"):
