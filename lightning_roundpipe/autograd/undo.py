@@ -1,6 +1,6 @@
 """Buffers that a run of a unit changes on its replica: what was there before, and how it is put back.
 
-    before = buffers_of(replica)     forward     changed_buffers(replica, before)     put_back(before)     forward again
+    before = buffers_of(replica)     forward     written_buffers(replica, before)     put_back(before)     forward again
 
 Used by the thread that holds the compute lane of the replica's device.
 """

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -185,11 +186,24 @@ class Done(Transfer):
 
 
 class Joined(Transfer):
-    """The copies of several transfers, which are waited for with :meth:`wait` alone."""
+    """Copies of several transfers as one, which ends with the last of them."""
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
         super().__init__([tensor for part in parts for tensor in part.tensors])
         self._parts = parts
+
+    def is_done(self) -> bool:
+        return all([part.is_done() for part in self._parts])
+
+    def await_done(self) -> None:
+        for part in self._parts:
+            part.await_done()
+
+    def when_done(self, edge: Edge, then: Callable[[], None]) -> None:
+        following = then
+        for part in self._parts:  # each when it is done, the next one after it
+            following = functools.partial(part.when_done, edge, following)
+        following()
 
     def wait(self, edge: Edge) -> list[Tensor]:
         return self.arrived(edge)

@@ -211,35 +211,35 @@ class Replica:
             torch.OutOfMemoryError: if the books have room for them, and the allocator has none.
         """
         there = {leaf for copies in self._copies for leaf in copies.leaves}
-        # Once: user code may switch them.
-        flags = {leaf: master.requires_grad for leaf, master in self.leaves.items() if leaf not in there}
+        missing = [leaf for leaf in self.leaves if leaf not in there]
+        num_bytes = sum(m.numel() * dtype.itemsize for m, dtype in (self._wanted(weights, leaf) for leaf in missing))
         self._is_loading = True  # what makes room leaves it alone
         try:
-            for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
-                leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
-                if leaves and not self._load(leaves, weights, must=must):
-                    return False
+            if must:
+                self.device.memory.reserve("weights", num_bytes)
+            elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
+                return False
+            flags = {leaf: self.leaves[leaf].requires_grad for leaf in missing}  # once: user code may switch them
+            try:
+                for is_trained in (False, True):  # apart: frozen weights may stay when the others are given up
+                    leaves = [leaf for leaf, flag in flags.items() if flag is is_trained]
+                    if leaves:
+                        num_bytes -= self._upload(leaves, weights, must=must)
+            finally:
+                self.device.memory.release("weights", num_bytes)  # of what did not come, because something was raised
         finally:
             self._is_loading = False
         return True
 
-    def _load(self, leaves: list[nn.Parameter], weights: WorkingCopies, *, must: bool) -> bool:
+    def _upload(self, leaves: list[nn.Parameter], weights: WorkingCopies, *, must: bool) -> int:
+        """Starts the upload of these, for which there is room; their bytes."""
         wanted = [self._wanted(weights, leaf) for leaf in leaves]
-        num_bytes = sum(master.numel() * dtype.itemsize for master, dtype in wanted)
-        if must:
-            self.device.memory.reserve("weights", num_bytes)
-        elif not self.device.memory.try_reserve("weights", num_bytes, ahead=True):
-            return False
-        try:
-            versions = [weights.version(*one) for one in wanted]
-            sources = [weights.source(*one) for one in wanted]
-            upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True, must=must)
-            tell("upload", [master for master, _ in wanted], self.unit.name, self, upload)
-        except BaseException:
-            self.device.memory.release("weights", num_bytes)
-            raise
-        self._copies.append(_Copies(leaves, versions, upload, num_bytes))
-        return True
+        versions = [weights.version(*one) for one in wanted]
+        sources = [weights.source(*one) for one in wanted]
+        upload = self.device.upload(sources, f"weights {self.unit.name}", is_bulk=True, must=must)
+        tell("upload", [master for master, _ in wanted], self.unit.name, self, upload)
+        self._copies.append(_Copies(leaves, versions, upload, num_bytes_of(sources)))
+        return self._copies[-1].num_bytes
 
     def drop_stale(self, weights: WorkingCopies) -> None:
         """Frees copies of what the masters no longer are; not while the replica is active."""

@@ -175,10 +175,12 @@ class GpuDriver:
             if self._num_users:
                 return
             fractions, self._users_fractions = self._users_fractions, {}
-        self.host.dispose()
-        for device, fraction in fractions.items():
-            with self._loss_ignored():
-                self.set_fraction(device, fraction)
+        try:
+            self.host.dispose()
+        finally:
+            for device, fraction in fractions.items():
+                with self._loss_ignored():
+                    self.set_fraction(device, fraction)
 
 
 @functools.cache
