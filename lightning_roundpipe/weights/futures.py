@@ -49,6 +49,9 @@ from ..common.threads import InterruptibleEvent, Surroundings
 from .events import tell
 from .harmless import HARMLESS
 
+# An interrupt may end a wait of one thread in its middle, and leave others in theirs: they look again.
+_RECHECK_S = 1.0
+
 
 class State(enum.Enum):
     """Of a bucket of weights; see [Note: parameter futures]."""
@@ -262,7 +265,8 @@ class Update:
     def await_end(self) -> None:
         """Blocks until it has ended, and those before it."""
         self.begin()
-        self._has_ended.wait()
+        while not self._has_ended.wait(_RECHECK_S):
+            pass
 
 
 class PendingParameter(nn.Parameter):

@@ -137,6 +137,38 @@ def test_an_event_tells_when_it_is_set() -> None:
     assert heard == [True] * 100
 
 
+def test_an_event_lets_all_go_on_that_wait() -> None:
+    event, heard = InterruptibleEvent(), list[bool]()
+    threads = [threading.Thread(target=lambda: heard.append(event.wait(60))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    event.set()
+    for thread in threads:
+        thread.join()
+    assert heard == [True] * 3
+
+
+def test_a_release_that_comes_after_the_event_was_cleared_is_none() -> None:
+    """The thread that sets it was interrupted in the middle, and the one that waits has seen it and gone on."""
+    event = InterruptibleEvent()
+    event._lock.release()
+    assert not event.wait(1e-6)
+    assert event._lock.locked()
+    event.set()
+    assert event.wait()
+
+
+def test_a_worker_whose_thread_is_gone_gets_another_one() -> None:
+    """As in a process that was forked."""
+    worker, seen = Worker(1), list[int]()
+    worker.begin(sys.exit, "ends")
+    worker._thread.join()
+    worker.begin(lambda: seen.append(torch.get_num_threads()), "goes on")
+    assert worker.done().wait(60)
+    worker.close()
+    assert seen == [1]
+
+
 def test_an_interrupt_of_the_wait_for_workers_keeps_them_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any) -> bool:
         raise KeyboardInterrupt
