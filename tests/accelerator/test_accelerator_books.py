@@ -217,7 +217,8 @@ class Frozen(L.LightningModule):
 @pytest.mark.parametrize("is_foreseen", [True, False])
 def test_weights_leave_as_much_room_as_user_code_needs(unlimited: ModuleType, is_foreseen: bool) -> None:
     """As the first micro-batch needed, or once a step has failed for it. The batch is not split further for that. How
-    often room is made depends on when weights have left."""
+    often room is made depends on when weights have left. If they have left late in the first micro-batch, more seemed
+    to be needed than was, and no step may fail."""
     batches = list(torch.randn(3, 8, 512, generator=torch.Generator().manual_seed(0)))
     for batch in batches:
         batch[0, 0] *= is_foreseen
@@ -226,7 +227,7 @@ def test_weights_leave_as_much_room_as_user_code_needs(unlimited: ModuleType, is
     settings = {"accelerator": "roundpipe", "devices": [0], "num_microbatches": 2}
     found = fit("roundpipe", Frozen, batches, options={"device_memory_limit": 16 * MIB}, **settings)
     assert found.watch.num_microbatches == [2, 2, 2]
-    assert (unlimited.stats()["ooms"] == 0) == is_foreseen
+    assert unlimited.stats()["ooms"] == 0 or not is_foreseen
     assert unlimited.stats()["races"] == 0
     plain.assert_moved()
     assert_alike(found.results, plain.results)
