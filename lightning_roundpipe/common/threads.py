@@ -138,7 +138,7 @@ class Worker:
         """Starts the thread, unless it runs."""
         if self._thread.is_alive():
             return
-        if self._thread.ident is not None:  # it was started before the process was forked
+        if self._thread.ident is not None:  # it was closed, or started before the process was forked
             self._make()
         if self._num_threads is None:
             self._thread.start()
@@ -180,9 +180,9 @@ class Worker:
         return event
 
     def close(self) -> None:
-        """Ends the thread and waits for its end."""
-        self._todo.put(None)
+        """Ends the thread and waits for its end. It may be started again."""
         if self._thread.ident is not None:
+            self._todo.put(None)
             self._thread.join()
             _await_end(self._thread.native_id)
 
@@ -226,11 +226,7 @@ class Workers:
         if self._own_threads is None and self._num_threads != torch.get_num_threads():
             self.close()
             self._num_threads = torch.get_num_threads()
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_alive:
-                return worker
-        return Worker(self._own_threads)
+        return self._idle.pop() if self._idle else Worker(self._own_threads)
 
     def give_back(self, workers: Sequence[Worker], *, are_done: bool = False) -> None:
         """They may be taken again, when they are done, so that nothing of a step is left.

@@ -127,7 +127,6 @@ class Updates:
         updating: Callable[[Collection[nn.Parameter]], Callable[[ParameterFuture], None]] | None = None,
         shards: Shards | None = None,
     ) -> None:
-        self._num_threads = num_threads
         self._worker = Worker(num_threads)
         self._updating = updating
         self._shards = shards
@@ -283,4 +282,3 @@ class Updates:
         """Ends the thread, after all updates."""
         self.join()
         self._worker.close()
-        self._worker = Worker(self._num_threads)
