@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,6 +63,8 @@ def wrong_copies() -> str | None:
     device.enter()
     problems: list[str] = []
     try:
+        with driver_of("sim").on(device.d2h._activations):
+            torch.sim._sleep(VERY_LATE_US)
         for value in range(3):
             source, _ = device.page_locked.buffers.empty_like(torch.empty(WIDTH))
             upload = device.upload([source.fill_(value)], "up")
@@ -105,7 +109,10 @@ def wrong_weights() -> str | None:
             sums.append(copy.sum())
             del copy
             device.free(upload.tensors)
+            alive = weakref.ref(upload)
             del upload
+            while alive() is not None:  # the lane's thread may still hold it, and what was copied
+                time.sleep(0)
         return None if [float(each) for each in sums] == [0, WIDTH, 2 * WIDTH] else "weights were overwritten"
     finally:
         device.close()
@@ -228,10 +235,12 @@ def activations_are_not_recorded(patch: Patch) -> None:
 
 def the_host_does_not_wait_for_downloads(patch: Patch) -> None:
     settle = GpuTransfer.settle
+    written: list[Any] = []  # held until streams have passed: what writes to memory that is gone ends the process
 
     def ends_early(transfer: GpuTransfer) -> None:
         transfer._await_go_on()
         if transfer._lane.direction == "d2h" and not transfer._has_ended:
+            written.append(transfer.pairs)
             transfer.end()
         else:
             settle(transfer)
