@@ -77,11 +77,11 @@ def set_intra_op_threads(num_threads: int) -> None:
 
 
 class InterruptibleEvent:
-    """As :class:`threading.Event`, for one thread that sets it; Ctrl-C and signal handlers may stop a wait anywhere.
+    """As :class:`threading.Event`; Ctrl-C and signal handlers may stop a wait anywhere.
 
     ``threading.Event.wait`` releases a lock and takes it again in Python. If the interrupt comes between the two, a
     RuntimeError ("release unlocked lock") takes the place of the KeyboardInterrupt, and a handler that waits for the
-    same event waits for ever. Here one call of C waits. Where several threads wait it is not cleared.
+    same event waits for ever. Here one call of C waits. Where several threads wait or set it, it is not cleared.
     """
 
     def __init__(self) -> None:
@@ -94,10 +94,9 @@ class InterruptibleEvent:
         return self._is_set
 
     def set(self) -> None:
-        """Sets it, and lets the waiting thread go on."""
+        """Sets it, and lets threads that wait go on."""
         self._is_set = True
-        if self._lock.locked():
-            self._lock.release()
+        self._release()
 
     def clear(self) -> None:
         """Takes back that it was set, between two waits."""
@@ -108,8 +107,12 @@ class InterruptibleEvent:
         """Blocks until it is set, or this time in seconds has passed (-1: for good); whether it is set."""
         # A release that came only when the event had been cleared is none: then it is locked again now.
         if not self._is_set and self._lock.acquire(timeout=timeout_s) and self._is_set:
-            self._lock.release()  # for others that wait; this thread may be in the middle of another wait for it
+            self._release()  # for others that wait; this thread may be in the middle of another wait for it
         return self._is_set
+
+    def _release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # another thread has done so
+            self._lock.release()
 
 
 class Worker:

@@ -132,7 +132,7 @@ class ParameterFuture:
         self.state = State.UPDATING
         self._update = update
         self._training = training
-        self._done = threading.Event()
+        self._done = InterruptibleEvent()
 
     def show(self) -> None:
         """From now on a look at the weights asks this future, as long as it is not ready."""
@@ -186,7 +186,8 @@ class ParameterFuture:
     def await_end(self) -> None:
         """As :meth:`wait`, whatever comes of the update."""
         self._update.begin()
-        self._done.wait()
+        while not self._done.wait(_RECHECK_S):
+            pass
 
 
 class Update:

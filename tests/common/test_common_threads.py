@@ -15,6 +15,7 @@ import torch
 
 from lightning_roundpipe.common.thread_locals import AutogradLocal
 from lightning_roundpipe.common.threads import InterruptibleEvent, Worker, Workers
+from tests.support.instructions import call_with
 
 lists_native_threads = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs the list of native threads, which only Linux has"
@@ -87,27 +88,30 @@ def test_a_closed_worker_has_left_with_what_torch_keeps_for_its_thread() -> None
     assert gone == ["gone"]
 
 
-def interrupted(wait: Callable[[], object], instruction: int) -> bool:
-    """Ctrl-C at an instruction of Python in ``wait``, counted from 1; whether there are so many."""
+def called_at(instruction: int, handler: Callable[[], object], call: Callable[[], object]) -> bool:
+    """``call()``, with ``handler()`` before an instruction of it, counted from 1; whether there are so many."""
     num_instructions = 0
 
-    def trace(frame: Any, event: str, arg: object) -> Any:
+    def count() -> None:
         nonlocal num_instructions
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            num_instructions += 1
-            if num_instructions == instruction:
-                raise KeyboardInterrupt
-        return trace
+        num_instructions += 1
+        if num_instructions == instruction:
+            handler()
 
-    before = sys.gettrace()
-    sys.settrace(trace)
+    call_with(count, call)
+    return num_instructions >= instruction
+
+
+def interrupted(wait: Callable[[], object], instruction: int) -> bool:
+    """Ctrl-C at an instruction of ``wait``; whether there are so many."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
     try:
-        wait()
+        called_at(instruction, interrupt, wait)
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(before)
     return False
 
 
@@ -146,6 +150,20 @@ def test_an_event_lets_all_go_on_that_wait() -> None:
     for thread in threads:
         thread.join()
     assert heard == [True] * 3
+
+
+@pytest.mark.parametrize("call", [InterruptibleEvent.set, lambda event: event.wait(1e-6)], ids=["set", "wait"])
+def test_an_event_may_be_set_while_it_is_set_and_waited_for(call: Callable[[InterruptibleEvent], object]) -> None:
+    """Another thread sets it at any place; before that, it has released it already."""
+    for num_released in range(2):
+        for instruction in range(1, 100):
+            event = InterruptibleEvent()
+            for _ in range(num_released):
+                event._lock.release()
+            if not called_at(instruction, event.set, lambda event=event: call(event)):
+                break
+            assert event.wait(1e-6)
+        assert instruction > 3
 
 
 def test_a_release_that_comes_after_the_event_was_cleared_is_none() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.optimizer.state import plain_state
 from lightning_roundpipe.optimizer.updates import Updates
+from lightning_roundpipe.weights import futures
 from lightning_roundpipe.weights.futures import PendingParameter, unwaited
 from tests.optimizer.held_updates import (
     TIMEOUT_S,
@@ -27,6 +28,7 @@ from tests.optimizer.held_updates import (
     outcome_of,
 )
 from tests.support.identical import assert_identical
+from tests.support.instructions import call_with
 
 o = torch.optim
 
@@ -59,6 +61,21 @@ def test_the_order_may_leave_out_weights_and_name_others() -> None:
     rest = [weights[0], weights[2], *weights[4:]]
     assert optimizer.entered == [weights[3].data_ptr(), weights[1].data_ptr(), rest[0].data_ptr()]
     assert_identical([w.detach() for w in weights], expected)
+
+
+def test_a_signal_handler_may_wait_for_a_weight_in_the_middle_of_a_wait_for_it(held: Held) -> None:
+    future = futures._futures[id(held.weights[-1])]
+    held.gate.set()
+    held.updates.wait()
+    num_waits = 0
+
+    def handler() -> None:
+        nonlocal num_waits
+        future.wait()
+        num_waits += 1
+
+    call_with(handler, future.wait)
+    assert num_waits > 20
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
