@@ -6,7 +6,8 @@ others compute with it; a unit that changes its own weights does so again when i
 where it runs on a copy. Looked at are
 
 - **weights**: their versions around every step. A write through ``.data`` leaves no trace in the version, so the first
-  steps of a kind compare some elements of every weight as well. In the very first step the first micro-batch runs
+  steps of a kind compare some elements of every weight as well. Those of every evaluation do: in the sanity check an
+  average of the weights that a step swaps in is still equal to them. In the very first step the first micro-batch runs
   alone: what it changes is found behind the unit, or behind the user's step, that did it, before anything is trained.
 - **gradients**: the engine adds them up elsewhere. In the step user code may look at those that are in ``.grad``, but
   would change them once per micro-batch.
@@ -45,7 +46,12 @@ Function = Callable[[Any], Any]
 
 _NUM_SAMPLED_STEPS = 2
 _LOOK_UP_STEPS = 64  # parameters come and go, and to walk through all modules is dear
-_HOOKS = "on_train_batch_start, on_train_batch_end or another hook that runs once per batch"
+
+
+def _hooks(kind: str) -> str:
+    """Where to do once per batch what a step of this kind does."""
+    name = "train" if kind == "training_step" else kind.removesuffix("_step")
+    return f"on_{name}_batch_start, on_{name}_batch_end or another hook that runs once per batch"
 
 
 class StepGuard:
@@ -63,6 +69,7 @@ class StepGuard:
         self._scan = scan
         self._aliases_host = pool[0].aliases_host
         self._num_steps: dict[str, int] = {}
+        self._kind, self._num_in_row = "", 0  # of the last step, and how many of them came one after another
         self._named: list[tuple[str, nn.Parameter]] = []
         self._weights: list[nn.Parameter] = []
         self._before = _Weights([], is_sampled=False)
@@ -78,7 +85,9 @@ class StepGuard:
             MisconfigurationException: for a mistake, naming what was changed and what to do instead.
         """
         step = self._num_steps.get(kind, 0)
-        is_early = step < _NUM_SAMPLED_STEPS
+        if kind != self._kind:
+            self._kind, self._num_in_row = kind, 0
+        is_early = (step if kind == "training_step" else self._num_in_row) < _NUM_SAMPLED_STEPS
         count = self._count = len(batches.microbatches)
         looks_closely = is_early or step % _LOOK_UP_STEPS == 0
         if looks_closely:
@@ -106,10 +115,11 @@ class StepGuard:
             raise MisconfigurationException(
                 f"{kind} steps a learning rate scheduler, {count} times per batch: once in every micro-batch. Let "
                 'Lightning do it ("interval": "step" in configure_optimizers, lr_scheduler_step), or do it in '
-                f"{_HOOKS}, or use manual optimization"
+                f"{_hooks(kind)}, or use manual optimization"
             )
         self._check_shared(kind, shared)
         self._num_steps[kind] = step + 1
+        self._num_in_row += 1
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -149,7 +159,7 @@ class StepGuard:
             if not next(called, False) or state is None or state.call_unit is None:
                 return function(microbatch)
             call_unit = state.call_unit
-            state.call_unit = self._watched(call_unit)
+            state.call_unit = self._watched(call_unit, kind)
             gradients = self._gradients_now()
             try:
                 output = function(microbatch)
@@ -162,7 +172,7 @@ class StepGuard:
 
         return first
 
-    def _watched(self, call_unit: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, call_unit: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """``call_unit``, with a comparison of the unit's weights before and after."""
         known = set(map(id, self._weights))
 
@@ -174,7 +184,7 @@ class StepGuard:
                 raise MisconfigurationException(
                     f"the forward of unit {unit.name!r} ({type(unit.module).__name__}) changes its weight "
                     f"{self._names(changed)} in place. A unit runs once per micro-batch and again in the backward, and "
-                    f"where it runs on a copy of its weights the change is lost: make it in {_HOOKS}"
+                    f"where it runs on a copy of its weights the change is lost: make it in {_hooks(kind)}"
                 )
             return result
 
@@ -201,11 +211,11 @@ class StepGuard:
         if count == 1:
             raise MisconfigurationException(
                 f"{what}, through .data: the copies of the weight on the devices are not made anew then. Change it "
-                f"under torch.no_grad(), without .data, or in {_HOOKS}"
+                f"under torch.no_grad(), without .data, or in {_hooks(kind)}"
             )
         raise MisconfigurationException(
             f"{what}. It runs once per micro-batch, so that the change is made {count} times per batch, while other "
-            f"micro-batches compute with the weight: make it in {_HOOKS}, or use num_microbatches=1"
+            f"micro-batches compute with the weight: make it in {_hooks(kind)}, or use num_microbatches=1"
         )
 
     def _num_scheduler_steps(self, kind: str) -> list[Any]:

@@ -96,6 +96,31 @@ def test_weights_changed_in_validation() -> None:
         make_trainer().validate(module, make_loader(), verbose=False)
 
 
+class SwapsInAnAverage(Small):
+    """Validation computes with an average of the weights, which is equal to them until something is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = [weight.detach().clone() for weight in self.parameters()]
+
+    def put(self, values: list[Tensor]) -> None:
+        for weight, value in zip(self.parameters(), values, strict=True):
+            weight.data.copy_(value)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        trained = [weight.detach().clone() for weight in self.parameters()]
+        self.put(self.average)
+        self.loss(batch)
+        self.put(trained)
+
+
+def test_weights_swapped_in_validation_after_a_sanity_check() -> None:
+    trainer = make_trainer(num_sanity_val_steps=2)
+    with pytest.raises(MisconfigurationException, match=r"validation_step.* changes the weight.*on_validation_batch"):
+        trainer.fit(SwapsInAnAverage(), make_loader(rows=32), make_loader(rows=32))
+    assert trainer.global_step == 4
+
+
 @compat("Misuse", "a weight changed in place in `training_step`, with `num_microbatches=1`")
 def test_weights_changed_with_one_microbatch(options: dict[str, Any]) -> None:
     compare(lambda: with_step(_in_place), ours={"num_microbatches": 1, "options": options})
