@@ -7,8 +7,9 @@ so where integer labels have some, ``"auto"`` counts the others. Without any -10
 weights are the same.
 
 A model that predicts the next token compares position ``i`` with label ``i + 1``: the first label of a row counts for
-nothing. The class of a Hugging Face model tells whether it does so; else labels of the shape of ``input_ids`` are taken
-for such, as in the convention of Hugging Face. What is not certain is said as a warning.
+nothing. The class of a Hugging Face model tells whether it does so; else labels that are ``input_ids`` but for -100 are
+taken for such, as in the convention of Hugging Face. Their shape alone would not do: labels of a target sequence, which
+are filled up by themselves, have it in some batches only. What is not certain is said as a warning.
 """
 
 from __future__ import annotations
@@ -204,12 +205,13 @@ class LossWeights:
         if tokens is None or labels.shape != tokens.shape:
             return Decision("label_tokens", "labels have another shape than input_ids, and some are -100")
         firsts = [_entry(microbatch, "labels")[..., :1] for microbatch in microbatches]
-        return Decision(
-            "causal_label_tokens",
-            "labels have the shape of input_ids, and some are -100; with loss_weight='label_tokens' the first of each "
-            "row would count as well",
-            is_certain=not any(bool((first != IGNORED_LABEL).any()) for first in firsts),
-        )
+        # Without a first label both rules count the same.
+        is_certain = not any(bool((first != IGNORED_LABEL).any()) for first in firsts)
+        if not all(map(_labels_are_tokens, microbatches)):
+            why = "labels are others than input_ids, and some are -100; with loss_weight='causal_label_tokens' the first"
+            return Decision("label_tokens", f"{why} of each row would not count", is_certain)
+        why = "labels are those of input_ids, and some are -100; with loss_weight='label_tokens' the first of each row"
+        return Decision("causal_label_tokens", f"{why} would count as well", is_certain)
 
     def _look_elsewhere(self, microbatches: Sequence[Any]) -> None:
         """Says once that something else than ``labels`` has -100 in it."""
@@ -257,6 +259,12 @@ def _shifts_labels(model: Any) -> bool:
 def _has_ignored_labels(microbatch: Any) -> bool:
     labels = _entry(microbatch, "labels")
     return isinstance(labels, Tensor) and _is_integer(labels) and bool((labels == IGNORED_LABEL).any())
+
+
+def _labels_are_tokens(microbatch: Any) -> bool:
+    """Whether labels that are not left out are the tokens of the input themselves."""
+    labels, tokens = _entry(microbatch, "labels"), _entry(microbatch, "input_ids")
+    return bool(((labels == tokens) | (labels == IGNORED_LABEL)).all())
 
 
 def _entry(batch: Any, name: str) -> Any:

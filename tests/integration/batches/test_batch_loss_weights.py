@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -109,6 +110,15 @@ def test_auto_leaves_out_the_first_label_where_labels_are_those_of_the_tokens(to
         batch["input_ids"] = batch["labels"].clamp(min=0)
     with pytest.warns(UserWarning, match=r"without the first of each row \(loss_weight='causal_label_tokens'\)"):
         compare(Causal, token_loader)
+
+
+@pytest.mark.parametrize("width", [5, 6])
+def test_labels_of_another_sequence_may_have_the_shape_of_the_tokens(token_loader: Loader, width: int) -> None:
+    """Targets and sources are filled up by themselves: in some batches, or in all, they are as long as each other."""
+    for batch, tokens in zip(token_loader.batches, (width, 5, 5), strict=True):
+        batch["input_ids"] = torch.ones(len(batch["x"]), tokens, dtype=torch.long)
+    with pytest.warns(UserWarning, match=r"labels are others than input_ids") if width == 5 else nullcontext():
+        compare(Tokens, token_loader)
 
 
 def test_auto_counts_samples_where_no_label_is_ignored(caplog: Any) -> None:
