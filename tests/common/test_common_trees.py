@@ -28,6 +28,17 @@ class Frozen:
     number: int = field(default=3, init=False)
 
 
+@dataclass
+class Derived:
+    """With more than its fields."""
+
+    tensor: Any
+
+    def __post_init__(self) -> None:
+        self.all = [self.tensor, Y]
+        self.other = object()
+
+
 class Registered:
     """Known to torch's pytrees only."""
 
@@ -56,6 +67,7 @@ OPENED: dict[str, tuple[Any, list[Any]]] = {
     "named tuple": (Pair(X, (Y, 2)), [X, Y, 2]),
     "return type": (torch.max(torch.eye(2), dim=0), list(torch.max(torch.eye(2), dim=0))),
     "dataclass": (Frozen(X), [X, 3]),
+    "dataclass with attributes": (Derived(X), [X, X, Y]),
     "registered": (Registered([X]), [X]),
     "mapping of the user's class": (UserDict(x=X), [X]),
     "list of the user's class": (OwnList([X]), [X]),

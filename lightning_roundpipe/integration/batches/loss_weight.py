@@ -208,7 +208,7 @@ class LossWeights:
         # Without a first label both rules count the same.
         is_certain = not any(bool((first != IGNORED_LABEL).any()) for first in firsts)
         if not all(map(_labels_are_tokens, microbatches)):
-            why = "labels are others than input_ids, and some are -100; with loss_weight='causal_label_tokens' the first"
+            why = "labels are others than input_ids, some are -100; with loss_weight='causal_label_tokens' the first"
             return Decision("label_tokens", f"{why} of each row would not count", is_certain)
         why = "labels are those of input_ids, and some are -100; with loss_weight='label_tokens' the first of each row"
         return Decision("causal_label_tokens", f"{why} would count as well", is_certain)

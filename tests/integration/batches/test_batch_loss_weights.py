@@ -197,3 +197,16 @@ def test_a_batch_size_that_is_logged_may_be_that_of_the_batch() -> None:
     plain, ours = compare(Logs)
     assert_alike(dict(ours.trainer.logged_metrics), dict(plain.trainer.logged_metrics))
     assert plain.trainer.logged_metrics["constant"] != plain.trainer.logged_metrics["rows"]
+
+
+def test_a_batch_size_that_is_logged_may_count_tokens() -> None:
+    """In micro-batches of two rows there are as many in each, and more than the batch has rows."""
+
+    class Logs(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("tokens", loss, batch_size=batch[0].numel(), on_step=False, on_epoch=True)
+            return loss
+
+    plain, ours = compare(Logs, make_loader(21), ours={"num_microbatches": 4})
+    assert_alike(dict(ours.trainer.logged_metrics), dict(plain.trainer.logged_metrics))

@@ -42,6 +42,8 @@ class Derived:
 
     def __post_init__(self) -> None:
         self.double = 2 * self.x
+        self.is_large = self.x > 1  # no field
+        self.owner = Opaque()
 
 
 class Mode(enum.Enum):
@@ -249,6 +251,8 @@ def test_subclasses_keep_what_they_carry() -> None:
         assert part["b"].extra == 7
         assert part["c"].default_factory is list
         assert torch.equal(part["d"].double, 3 * rows(4)[2 * index : 2 * index + 2])
+        assert torch.equal(part["d"].is_large, part["d"].x > 1)
+        assert part["d"].owner is batch["d"].owner
     assert torch.equal(batch["d"].double, 3 * rows(4))
     assert len(attributes["x"]) == 4
 
