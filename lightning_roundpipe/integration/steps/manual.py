@@ -9,8 +9,10 @@ The micro-batches of a step run ``training_step`` side by side. What it does for
   ``loss.backward()`` does the same, if a unit has made the loss; as in plain Lightning it has no hooks and no scaling.
 - ``step`` of optimizers and schedulers, ``toggle_optimizer``, ``clip_gradients`` and the like: the first micro-batch's
   call, on the thread of the Trainer. A closure is called by all micro-batches; its result is their weighted mean.
+- So are the methods that the class of an optimizer adds to those of torch (``first_step``).
 - So are ``step`` and the like of optimizers, schedulers and ``GradScaler`` objects that are attributes of the module,
-  but not from ``configure_optimizers``.
+  but not from ``configure_optimizers``; and of other objects that hold an optimizer, and step without arguments: those
+  that set a learning rate by themselves.
 - ``zero_grad`` is deferred to the next barrier: it often stands between a forward and its backward, and to stop there
   would cut the step in two.
 
@@ -21,7 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -48,7 +52,6 @@ _SCALER_METHODS = ("unscale_", "step", "update")
 _MODULE_METHODS = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 _CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OWN_KINDS: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
-    ((torch.optim.Optimizer,), _OPTIMIZER_METHODS),
     ((LRScheduler, ReduceLROnPlateau), _SCHEDULER_METHODS),
     ((torch.amp.GradScaler,), _SCALER_METHODS),
 )
@@ -135,7 +138,7 @@ class ManualOptimization:
         schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
         for index, optimizer in enumerate(strategy.optimizers):
             for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
-                yield owner, _OPTIMIZER_METHODS, (type(optimizer).__name__, index)
+                yield owner, _methods_of(optimizer), (type(optimizer).__name__, index)
         for index, scheduler in enumerate(schedulers):
             yield scheduler, _SCHEDULER_METHODS, (type(scheduler).__name__, index)
         known = {id(one) for one in (*strategy.optimizers, *schedulers)}
@@ -170,7 +173,7 @@ class ManualOptimization:
     def _replacement(self, original: Callable[..., Any], name: str, key: tuple[Hashable, ...]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs, closure = _without_closure(name, args, kwargs)
+            args, kwargs, closure = _without_closure(args, kwargs)
 
             def perform(barrier: Barrier) -> Any:
                 if closure is None:
@@ -222,19 +225,44 @@ def _own_helpers(path: str, module: pl.LightningModule, known: set[int]) -> Iter
         if type(value) in (list, tuple, dict) and len(value) <= _MAX_ENTRIES:
             entries = tuple(value.values() if type(value) is dict else value)
         for index, entry in enumerate(entries):
-            methods = next((names for kinds, names in _OWN_KINDS if isinstance(entry, kinds)), None)
-            if methods is not None and id(entry) not in known:
+            if (methods := _methods_of(entry)) and id(entry) not in known:
                 known.add(id(entry))
                 yield entry, methods, (type(entry).__name__, f"{path}.{name}[{index}]")
 
 
+def _methods_of(helper: Any) -> tuple[str, ...]:
+    """The methods of an optimizer, or another object, that concern the whole batch; see [Note: manual optimization]."""
+    if isinstance(helper, torch.optim.Optimizer):
+        return (*_OPTIMIZER_METHODS, *_added_methods(type(helper)))
+    for kinds, names in _OWN_KINDS:
+        if isinstance(helper, kinds):
+            return names
+    return tuple(name for name in _OPTIMIZER_METHODS if hasattr(helper, name)) if _is_around_optimizer(helper) else ()
+
+
+def _is_around_optimizer(helper: Any) -> bool:
+    """Whether an object that is no module holds an optimizer, and has a ``step`` that needs no arguments."""
+    held = () if isinstance(helper, nn.Module) else getattr(helper, "__dict__", {}).values()
+    step = getattr(helper, "step", None) if any(isinstance(one, torch.optim.Optimizer) for one in held) else None
+    if not callable(step):
+        return False
+    parameters = inspect.signature(step).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _added_methods(kind: type[torch.optim.Optimizer]) -> dict[str, None]:
+    """What a class of optimizers has that those of torch do not have."""
+    own = (base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "lightning.")))
+    added = (name for base in own for name, value in vars(base).items() if isinstance(value, FunctionType))
+    known = {*_OPTIMIZER_METHODS, *dir(torch.optim.Optimizer)}
+    return dict.fromkeys(name for name in added if not (name.startswith("_") or name in known))
+
+
 def _without_closure(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[], Any] | None]:
-    """The arguments of ``optimizer.step`` without the closure, and the closure."""
-    if name != "step":
-        return args, kwargs, None
-    if args and callable(args[0]):
+    """The arguments of ``optimizer.step`` or another method without the closure, and the closure."""
+    if args and callable(args[0]) and not isinstance(args[0], nn.Module):
         return args[1:], kwargs, cast(Callable[[], Any], args[0])
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     closure = kwargs.get("closure")
