@@ -15,7 +15,8 @@ those of units that user code fills, which are found while the first micro-batch
 One item per micro-batch is one item of the batch (a loss, a tensor of predictions). Several items are merged like a
 list that a step returns: as many as a micro-batch has rows are samples. Of items that came at once (``extend``, ``+=``)
 there may also be several for each sample. Of a list that they have cleared, or from which they have taken items, what
-all of them still have stays in front.
+all of them still have stays in front. Lists and dicts that all of them have assigned (``if batch_idx == 0:
+self.validation_step_outputs = []``) are put together in a new one.
 """
 
 from __future__ import annotations
@@ -71,13 +72,14 @@ class CollectedLists:
 
     def __init__(
         self,
-        modules: Iterable[nn.Module],
+        modules: Collection[nn.Module],
         filled: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple,
         others: Sequence[nn.Module] = (),
         called: Iterable[nn.Module] = (),
     ) -> None:
         self._filled = filled
         self._others = others
+        self._modules = {id(module) for module in modules}
         self._originals = [*containers_of(modules), *held_by_hooks(others, called)]
         self._note_filled()
         self._copies: list[Copies] = []  # of each micro-batch
@@ -143,10 +145,30 @@ class CollectedLists:
                 continue  # several attributes hold it
             if _collect(original, found, merge):
                 collected.add(id(original))
-            else:  # another one was assigned: the last micro-batch counts
+            elif any(map(operator.is_, found, self._made_of(original))):  # some have assigned another one
                 assign(module, name, _plain(found[-1]))
+            else:
+                for overlay, value in zip(overlays, found, strict=True):
+                    overlay[id(module), name] = (module, value)
         for overlay, copies in zip(overlays, self._copies, strict=True):
             overlay.update({key: (module, copies.original_of(value)) for key, (module, value) in overlay.items()})
+        self._merge_assigned(overlays, merge)
+
+    def _merge_assigned(self, overlays: Sequence[Attributes], merge: Merge) -> None:
+        """The last micro-batch, whose attributes stay, gets what came into lists and dicts that all have assigned."""
+        merged: dict[tuple[int, ...], Any] = {}  # several attributes may hold one
+        for key, (module, last) in overlays[-1].items():
+            found = [overlay[key][1] for overlay in overlays if key in overlay]
+            if key[0] not in self._modules or key[1] in _NOT_OF_USERS or not all(map(is_container, found)):
+                continue
+            ids = tuple(map(id, found))
+            if 1 < len(overlays) == len(set(ids)):
+                if ids not in merged:
+                    merged[ids] = copy.copy(last)
+                    merged[ids].clear()
+                    if not _collect(merged[ids], found, merge):
+                        merged[ids] = last
+                overlays[-1][key] = (module, merged[ids])
 
     def _made_of(self, original: Any) -> list[Any]:
         return [copies.made.get(id(original)) for copies in self._copies]

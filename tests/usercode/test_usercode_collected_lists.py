@@ -96,6 +96,19 @@ def test_a_list_inside_of_what_one_micro_batch_alone_has_filled() -> None:
     assert unit.store == {"h": ["before", 0, 1]}
 
 
+def test_of_lists_that_some_micro_batches_alone_assign_the_last_stays() -> None:
+    module = nn.Module()
+    for index in range(2):
+        module.found = ["before"]
+        lists = CollectedLists([module])
+        found = [attribute for _, _, attribute in (*lists.copies().attributes, *lists.copies().attributes)]
+        found[index] = [1.0]
+        found[1 - index].append(2.0)
+        lists.collect([{(id(module), "found"): (module, value)} for value in found], merge)
+        assert type(module.found) is list
+        assert module.found == (["before", 2.0] if index == 0 else [1.0])
+
+
 def test_a_copy_is_stored_as_a_list() -> None:
     module = nn.Module()
     module.found = [1]

@@ -202,6 +202,38 @@ def test_a_list_that_two_attributes_hold() -> None:
     assert len(both(act)[0]) == 6
 
 
+def test_lists_and_dicts_that_the_step_assigns() -> None:
+    class Collects(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: Any = ["of another epoch"]
+            self.epochs: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self.found = []
+                self.also_found = self.found
+                self.table: dict[str, Any] = {"y": []}
+            self.features = {"x": batch[0]}
+            self.labels = [*getattr(self, "labels", []), batch[1]]
+            self.found.append(self(batch[0]))
+            self.table["y"].append(batch[1])
+
+        def on_validation_epoch_end(self) -> None:
+            assert self.also_found is self.found
+            kept = [list(self.found), dict(self.table), dict(self.features), list(self.labels)]
+            assert not any(tensor.requires_grad for tensor in self.found)
+            self.epochs.append(kept)
+
+    def act(kind: str) -> Any:
+        module, trainer = Collects(), make_trainer(kind)
+        for _ in range(2):
+            trainer.validate(module, make_loader(), verbose=False)
+        return module.epochs
+
+    assert [[len(found) for found in epoch] for epoch in both(act)] == [[3, 1, 1, 3], [3, 1, 1, 6]]
+
+
 class Named(Dataset[Any]):
     """Rows with a name, which the loader collates as a tuple."""
 
