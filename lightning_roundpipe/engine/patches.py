@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
@@ -29,7 +30,7 @@ from ..usercode.gpu_draws import gpu_generators_left_alone
 from ..usercode.implicit_transfers import compiled_functions_as_they_are, functions_followed, lengths_brought_home
 from ..usercode.key_value_caches import caches_followed
 from ..usercode.lock import UserCodeState, current
-from ..usercode.loose_gradients import hooks_out_of_the_way, nested_backwards_refused
+from ..usercode.loose_gradients import check_unused, hooks_out_of_the_way, nested_backwards_refused
 from ..weights.attributes import note_set
 from ..weights.units import Unit, UnitTable
 
@@ -145,21 +146,26 @@ def guarded_grad() -> Iterator[None]:
     original = torch.autograd.grad
 
     @functools.wraps(original)
-    def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         state = current()
         if state is None or state.unit_writes is not None:
-            return original(outputs, *args, **kwargs)
+            return original(outputs, inputs, *args, **kwargs)
         roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        asked = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
         is_on_gpu = any([isinstance(root, Tensor) and not root.is_cpu for root in roots])
         try:
             with state.lock.walking(state) if is_on_gpu and state.lock is not None else contextlib.nullcontext():
-                result = original(roots, *args, **kwargs)
+                result = original(roots, asked, *args, **kwargs)
         except RuntimeError as error:
-            if "not have been used" in str(error) and (call := reached_cut(roots)) is not None:
-                raise GradientCutError.at(call) from error
+            if "not have been used" in str(error):
+                if (call := reached_cut(roots)) is not None:
+                    raise GradientCutError.at(call) from error
+                check_unused(roots, asked)
             raise
-        if any(gradient is None for gradient in result) and (call := reached_cut(roots)) is not None:
-            raise GradientCutError.at(call)
+        if any(gradient is None for gradient in result):
+            if (call := reached_cut(roots)) is not None:
+                raise GradientCutError.at(call)
+            check_unused(roots, asked)
         return result
 
     with attribute_set(torch.autograd, "grad", grad):

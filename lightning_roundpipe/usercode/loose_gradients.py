@@ -26,7 +26,7 @@ bring a parameter from elsewhere into it; the first call of the unit notes so (`
 such a graph are found and asked for as well.
 
 The walk finds functions of users, too: their backward is user code. One that begins a backward of its own there, which
-would accumulate into the masters, is refused (:func:`nested_backwards_refused`).
+would accumulate into the masters, or miss them, is refused (:func:`nested_backwards_refused`, :func:`check_unused`).
 """
 
 from __future__ import annotations
@@ -240,22 +240,38 @@ def nested_backwards_refused() -> Iterator[None]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         # In a backward that asks for gradients; torch has the same test, for its reentrant checkpoints.
         is_nested = torch._C._current_graph_task_id() != -1 and not _engine.is_checkpoint_valid()
-        if is_nested and kwargs.get("inputs") is None and _reaches_parameters(tensors):
-            raise RuntimeError(
-                "a function of the user (an activation checkpoint of another library, reversible layers) runs a "
-                "backward of its own inside the backward of the step, where its gradients cannot be followed. Leave "
-                "the checkpoint out: RoundPipe recomputes units by itself; or make the module around the function a "
-                "unit with RoundPipeStrategy(units=[TheClassAroundIt])"
-            )
+        if is_nested and kwargs.get("inputs") is None and _parameters_behind(tensors):
+            raise _nested_backward()
         original(tensors, *args, **kwargs)
 
     with attribute_set(torch.autograd, "backward", backward):
         yield
 
 
-def _reaches_parameters(tensors: Any) -> bool:
+def check_unused(outputs: Sequence[Tensor], inputs: Iterable[Any]) -> None:
+    """``torch.autograd.grad`` in user code has found no way to some of ``inputs``.
+
+    Raises:
+        RuntimeError: if these may be parameters, or copies of them, that were used all the same: a unit that a backward
+            calls again computes with leaves of its own.
+    """
+    asked = set(map(id, inputs))
+    if torch._C._current_graph_task_id() != -1 and any(id(leaf) not in asked for leaf in _parameters_behind(outputs)):
+        raise _nested_backward()
+
+
+def _nested_backward() -> RuntimeError:
+    return RuntimeError(
+        "a function of the user (an activation checkpoint of another library, reversible layers, the adjoint of an "
+        "ODE) runs a backward of its own inside the backward of the step, where its gradients cannot be followed. "
+        "Leave a checkpoint out: RoundPipe recomputes units by itself; or make the module around the function a unit "
+        "with RoundPipeStrategy(units=[TheClassAroundIt])"
+    )
+
+
+def _parameters_behind(tensors: Any) -> list[nn.Parameter]:
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    return any(isinstance(leaf, nn.Parameter) for leaf in leaves_behind(map(node_of, roots)))
+    return [leaf for leaf in leaves_behind(map(node_of, roots)) if isinstance(leaf, nn.Parameter)]
 
 
 @contextlib.contextmanager

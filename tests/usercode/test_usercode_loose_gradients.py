@@ -180,6 +180,49 @@ class NestedUnit(Model):
         return y.square().mean()  # type: ignore[no-any-return]
 
 
+class AsksForParameters(torch.autograd.Function):
+    """Computes again and asks for the gradients of its arguments, as the adjoint of an ODE does."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        return function(x.detach()).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            result = ctx.function(x)
+        return None, *torch.autograd.grad(result, (x, *parameters), gradients, allow_unused=ctx.function.allow_unused)
+
+
+class Adjoint(Model):
+    """Its function calls no unit, and leaves a parameter out."""
+
+    def between(self, x: Tensor) -> Tensor:
+        def function(y: Tensor) -> Tensor:
+            return torch.tanh(y * self.scale)
+
+        function.allow_unused = True  # type: ignore[attr-defined]
+        return AsksForParameters.apply(function, x, self.scale, self.unused)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class AdjointOfUnit(Model):
+    allow_unused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = self.units[1]
+        unit.allow_unused = self.allow_unused
+        y = AsksForParameters.apply(unit, self.units[0](x), *unit.parameters())  # type: ignore[no-untyped-call]
+        return y.square().mean()  # type: ignore[no-any-return]
+
+
+class AdjointOfUnitOrNone(AdjointOfUnit):
+    allow_unused = True
+
+
 MODELS: list[type[Model]] = [
     Model, SeveralUses, Tied, OneGradientForTwo, Sparse, SparseAndDense, SwitchedOff, HiddenInUnit, AddedByHook,
     AddedByHookLater, Checkpointed, Nested,
@@ -302,7 +345,17 @@ def test_no_lock_is_held_in_a_backward_between_units() -> None:
     assert not both.broken
 
 
-@pytest.mark.parametrize("kind", [NestedParameter, NestedUnit], ids=lambda kind: kind.__name__)
-def test_a_nested_backward_into_weights_is_refused(kind: type[Model]) -> None:
+REFUSED: list[type[Model]] = [NestedParameter, NestedUnit, AdjointOfUnit, AdjointOfUnitOrNone]
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_a_nested_backward_into_weights_is_refused(kind: type[Model], copies: bool) -> None:
     with pytest.raises(RuntimeError, match="make the module around the function a unit"):
-        Steps(kind()).train(batches_of(0))
+        Steps(kind(), copies=copies).train(batches_of(0))
+
+
+def test_a_nested_backward_may_ask_for_a_parameter_that_is_not_copied() -> None:
+    test_gradients_are_those_of_plain_autograd(Adjoint, copies=False)
+    with pytest.raises(RuntimeError, match="make the module around the function a unit"):
+        Steps(Adjoint(), copies=True).train(batches_of(0))
