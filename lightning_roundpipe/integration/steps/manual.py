@@ -14,7 +14,7 @@ The micro-batches of a step run ``training_step`` side by side. What it does for
   but not from ``configure_optimizers``; and of other objects that hold an optimizer, and step without arguments: those
   that set a learning rate by themselves.
 - ``zero_grad`` is deferred to the next barrier: it often stands between a forward and its backward, and to stop there
-  would cut the step in two.
+  would cut the step in two. A micro-batch that is alone need not wait, and may write gradients of its own then.
 
 The methods are replaced on the objects, while a training step runs, and do what they always did on other threads.
 """
@@ -173,6 +173,9 @@ class ManualOptimization:
     def _replacement(self, original: Callable[..., Any], name: str, key: tuple[Hashable, ...]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
+            if name == "zero_grad" and len(self._weights) == 1 and current() is not None:
+                self._wait()
+                return original(*args, **kwargs)
             args, kwargs, closure = _without_closure(args, kwargs)
 
             def perform(barrier: Barrier) -> Any:
