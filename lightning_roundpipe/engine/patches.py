@@ -151,7 +151,7 @@ def guarded_grad() -> Iterator[None]:
         if state is None or state.unit_writes is not None:
             return original(outputs, inputs, *args, **kwargs)
         roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        asked = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
+        asked: list[Any] = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
         is_on_gpu = any([isinstance(root, Tensor) and not root.is_cpu for root in roots])
         try:
             with state.lock.walking(state) if is_on_gpu and state.lock is not None else contextlib.nullcontext():

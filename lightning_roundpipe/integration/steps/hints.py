@@ -9,6 +9,8 @@ Most of what couples the samples of a batch cannot be noticed: a loss that ranks
 - **a loss that is NaN in some micro-batches only**, as a mean over labels is where a micro-batch has no label.
 - **a number on the LightningModule that differs between micro-batches**, or to which each has added its number of rows:
   the last one stays.
+- **buffers that a training step changes** (codebooks, queues, centers, running statistics of a user's own): each
+  micro-batch does. Looked at are samples of those that keep their shape, in modules that are not torch's.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
+from ...common.fingerprints import sample_of
 from ...devices.pool import DevicePool
 from ...usercode.collected_lists import NumbersLeft, is_number
 from ..batches.splitting import Batches
@@ -29,6 +34,7 @@ from .notices import Notices
 
 # Steps of each kind of which the numbers that they leave are looked at.
 _NUM_LOOKS = 3
+_Buffers = dict[str, tuple[torch.Size, Tensor]]  # by name: shape, sample
 # What torch says of operands that do not fit.
 _OF_SIZES = ("size", "shape", "dimension")
 
@@ -85,6 +91,31 @@ class BatchHints:
                 "labels is NaN where a micro-batch has no label: RoundPipeStrategy(loss_weight='label_tokens'), "
                 "'causal_label_tokens', or a function that counts what the loss is a mean over, leaves such "
                 "micro-batches out; with num_microbatches=1 the step sees the whole batch",
+            )
+
+    def buffers_now(self) -> _Buffers:
+        """Before a training step: what :meth:`look_at_buffers` compares with."""
+        if "buffers" in self._notices.given:
+            return {}
+        return {
+            name: (tensor.shape, sample_of(tensor).view(torch.uint8))
+            for name, module, _, tensor in self._scan.buffers()
+            if tensor.layout is torch.strided and not (tensor.is_meta or is_lazy(tensor))
+            if not (isinstance(module, _BatchNorm) or type(module).__module__.startswith("torch.nn."))
+        }
+
+    def look_at_buffers(self, before: _Buffers, num_microbatches: int) -> None:
+        """After a training step of several micro-batches."""
+        now = self.buffers_now() if before else {}
+        changed = [name for name, (shape, sample) in now.items() if name in before and before[name][0] == shape]
+        changed = [name for name in changed if not torch.equal(now[name][1], before[name][1])]
+        if changed:
+            others = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            self._notices.warn(
+                "buffers",
+                f"training_step, or code that it calls, changes the buffer {changed[0]!r}{others}: once in each of the "
+                f"{num_microbatches} micro-batches, from its rows alone, where plain Lightning changes it once per "
+                "batch. num_microbatches=1 does so, too; or change it in on_train_batch_end, by what the step returns",
             )
 
     def look_at_numbers(self, kind: str, numbers: Iterable[NumbersLeft], sizes: Sequence[int]) -> None:

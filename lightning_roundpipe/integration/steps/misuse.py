@@ -96,6 +96,7 @@ class StepGuard:
         if kind == "training_step":
             self.hints.look_at(batches, is_first=step == 0)
         shared = _shared_tensors(batches.microbatches) if is_early and count > 1 else None
+        buffers = self.hints.buffers_now() if is_early and count > 1 and kind == "training_step" else {}
         self._before = _Weights(self._weights, is_sampled=is_early)
         num_scheduler_steps = self._num_scheduler_steps(kind)
         try:
@@ -118,6 +119,7 @@ class StepGuard:
                 f"{_hooks(kind)}, or use manual optimization"
             )
         self._check_shared(kind, shared)
+        self.hints.look_at_buffers(buffers, count)
         self._num_steps[kind] = step + 1
         self._num_in_row += 1
 

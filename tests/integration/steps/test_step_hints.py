@@ -21,6 +21,7 @@ WORDS = {
     "norms": "the batch norm ",
     "losses": "the loss of micro-batch ",
     "numbers": "training_step leaves a number in self.seen ",
+    "buffers": "training_step, or code that it calls, changes the buffer ",
 }
 
 
@@ -69,6 +70,69 @@ def test_numbers_of_which_only_the_last_stays_are_named_once(case: str) -> None:
     if found:
         assert "that depends on the micro-batch (" in found[0]
         assert "reduce_fx='sum'" in found[0]
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+class Codebook(nn.Module):
+    """With a buffer that its forward changes by ``change``, in training."""
+
+    def __init__(self, change: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.change = change
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.change(self, x)
+        return self.inner(x) + self.codes.sum()  # type: ignore[no-any-return]
+
+
+def assigns(module: Any, x: Tensor) -> None:
+    module.codes = module.codes + x.mean(0)
+
+
+def grows(module: Any, x: Tensor) -> None:
+    """A cache that follows the sizes of batches."""
+    module.codes = torch.zeros(WIDTH + len(x))
+
+
+BUFFERS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], int]] = {
+    "in place": (lambda module, x: module.codes.lerp_(x.mean(0), 0.5), {"max_epochs": 2}, 1),
+    "on copies": (lambda module, x: module.codes.lerp_(x.mean(0), 0.5), {"options": {"virtual_copies": True}}, 1),
+    "by assignment": (assigns, {}, 1),
+    "to the same": (lambda module, x: module.codes.zero_(), {}, 0),
+    "another size": (grows, {}, 0),
+    "one micro-batch": (assigns, {"num_microbatches": 1}, 0),
+}
+
+
+@pytest.mark.parametrize("case", BUFFERS)
+@pytest.mark.parametrize("in_unit", [False, True], ids=["user code", "unit"])
+def test_buffers_that_a_step_changes(case: str, in_unit: bool) -> None:
+    change, settings, expected = BUFFERS[case]
+
+    class Quantizes(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codebook = Codebook(change)
+            if not in_unit:
+                del self.codebook.inner
+                self.codebook.inner = nn.Identity()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return super().training_step((self.codebook(x), y), batch_idx)
+
+    trainer = make_trainer(limit_train_batches=2, **settings)
+    found = hints_of("buffers", lambda: trainer.fit(Quantizes(), make_loader()))
+    assert len(found) == expected
+    for hint in found:
+        assert "'codebook.codes': once in each of the 3 micro-batches" in hint
+        assert "num_microbatches=1" in hint
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
