@@ -57,9 +57,10 @@ class GradientCutError(RuntimeError):
         return cls(
             f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
             "(torch.autograd.grad, Tensor.backward or a gradient penalty in a step). With manual optimization "
-            "call self.manual_backward(loss), which goes through units. Otherwise use RoundPipeStrategy(units=[...]) "
-            "with classes that keep the differentiated part out of the units, or run this module with "
-            "strategy='auto'."
+            "call self.manual_backward(loss), which goes through units. Otherwise write a module whose forward does "
+            "both, from the input to its gradient, and name its class in RoundPipeStrategy(units=[...]): inside a unit "
+            "gradients can be taken. Or take them in a hook that runs once per batch, where modules run as they are, "
+            "or run this module with strategy='auto'."
         )
 
 

@@ -157,9 +157,9 @@ def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) 
     arrived = list(given)
     versions = {i: version_of(arrived[i]) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     # Without the graph another kernel may be chosen than for the recomputation (fused attention looks at the mode), or
-    # another function compiled: they might draw in another order.
-    draws = facts is not None and facts.draws.gpu
-    is_asked = not call.is_recorded or call.kept or facts is None or _shows_flags(facts) or draws
+    # another function compiled: they might draw in another order. Gradients that it takes itself need one as well.
+    needs_graph = call.unit.differentiates or (facts is not None and facts.draws.gpu)
+    is_asked = not call.is_recorded or call.kept or facts is None or _shows_flags(facts) or needs_graph
     graph = is_asked and call.may_be_flagged
     if call.is_recorded and (context.saves_kept or not call.kept):
         call.leaves = [activations.save(x, label) if isinstance(x, Tensor) else x for x in leaves]

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, note_hook, reached_cut
+from ..autograd.unit_context import InsideUnit
 from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
 from ..usercode.gpu_draws import gpu_generators_left_alone
@@ -139,23 +139,29 @@ def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def guarded_grad() -> Iterator[None]:
-    """While open, ``torch.autograd.grad`` in user code that ends at a cut says so.
+    """While open, ``torch.autograd.grad`` in user code that ends at a cut says so; a unit that calls it is noted.
 
-    It only walks nodes on the way to its inputs; a cut has no way on, so torch would call the inputs unused.
+    It only walks nodes on the way to its inputs; a cut has no way on, so torch would call the inputs unused. What is
+    replaced is the function that it calls: user code may have imported ``grad`` by its name.
     """
-    original = torch.autograd.grad
+    namespace: Any = torch.autograd
+    original = namespace._engine_run_backward
 
     @functools.wraps(original)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         state = current()
-        if state is None or state.unit_writes is not None:
-            return original(outputs, inputs, *args, **kwargs)
-        roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        asked: list[Any] = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
-        is_on_gpu = any([isinstance(root, Tensor) and not root.is_cpu for root in roots])
+        if state is None or kwargs.get("accumulate_grad"):  # a backward, which the cut itself notices
+            return original(outputs, *args, **kwargs)
+        if (writes := state.unit_writes) is not None:
+            if isinstance(writes, InsideUnit) and writes.run is not None:
+                writes.run[1].unit.differentiates = True
+            return original(outputs, *args, **kwargs)
+        roots = [root for root in outputs if isinstance(root, Tensor)]
+        asked = args[3]  # behind grad_outputs, retain_graph and create_graph
+        is_on_gpu = any([not root.is_cpu for root in roots])
         try:
             with state.lock.walking(state) if is_on_gpu and state.lock is not None else contextlib.nullcontext():
-                result = original(roots, asked, *args, **kwargs)
+                result = original(outputs, *args, **kwargs)
         except RuntimeError as error:
             if "not have been used" in str(error):
                 if (call := reached_cut(roots)) is not None:
@@ -168,7 +174,7 @@ def guarded_grad() -> Iterator[None]:
             check_unused(roots, asked)
         return result
 
-    with attribute_set(torch.autograd, "grad", grad):
+    with attribute_set(namespace, "_engine_run_backward", run_backward):
         yield
 
 

@@ -58,6 +58,7 @@ class Unit:
         written: buffers that a call of any kind has written: (master module, name). What calls that only read them
             compute depends on when they come.
         fills: lists and dicts that it puts something into: (master module, name of the attribute), as an ordered set.
+        differentiates: whether its forward takes gradients (``torch.autograd.grad``), for which it needs a graph.
         seen: for each member, what it held at the last :meth:`look`: another list as soon as that is something else.
             Holds the values, so that the same object means the same value.
     """
@@ -68,6 +69,7 @@ class Unit:
     facts: dict[Any, Any] = field(default_factory=dict)
     written: set[tuple[nn.Module, str]] = field(default_factory=set)
     fills: dict[tuple[nn.Module, str], None] = field(default_factory=dict)
+    differentiates: bool = False
     interceptor: tuple[Any, Any] | None = None
     _settings: list[Any] = field(default_factory=list)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad as imported_grad
 
 from lightning_roundpipe.autograd.recompute import GradientCutError
 from tests.support.engine.modelled import kept, recomputed
@@ -123,6 +124,7 @@ def run_once(function: Callable[[Tensor], Tensor], model: nn.Module) -> None:
 TAKES: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
     "of an input": lambda loss, x, model: torch.autograd.grad(loss, x),
     "of an input, or none": lambda loss, x, model: torch.autograd.grad(loss, x, allow_unused=True),
+    "by an imported name": lambda loss, x, model: imported_grad(loss, x, materialize_grads=True),
     "of weights": lambda loss, x, model: torch.autograd.grad(loss, list(model.parameters())),
     "backward": lambda loss, x, model: loss.backward(),
 }

@@ -215,12 +215,37 @@ class BufferThatLaterCallsRead(Regression):
         return self.head(x)
 
 
+class Descends(Block):
+    """Goes down the slope of an energy, which its forward takes by autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return x - 0.1 * slope
+
+
+class UnitsTakeGradients(Regression):
+    """Units whose forward needs a graph, also where it is run again for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.blocks[1] = Descends(), Descends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 MODELS: list[type[Regression]] = [
     BufferThatLaterCallsRead,
     Containers,
     Objects,
     UnitsChangeTheirInputs,
     ReadThenOverwritten,
+    UnitsTakeGradients,
     UserCodeChangesOutputs,
     ViewsAndExpansions,
 ]
