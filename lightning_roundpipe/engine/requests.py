@@ -14,7 +14,8 @@ from ..planning.partition import Partition
 from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
 from ..ranks.reduction import StepReduction
-from ..usercode.collected_lists import Merge, NumbersLeft
+from ..usercode.collected_lists import Merge
+from ..usercode.outputs import NumbersLeft
 from ..weights.units import Unit
 
 
@@ -78,8 +79,8 @@ class StepResult:
         peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
             is not known.
         replanned: whether the next step has another plan.
-        numbers_left: attributes of which only what the last micro-batch has assigned stays, see
-            :func:`collected_lists.numbers_left`.
+        numbers_left: on modules, of which each micro-batch has left its own, see [Note: numbers that are left] in
+            :mod:`usercode.outputs`.
     """
 
     outputs: list[Any]

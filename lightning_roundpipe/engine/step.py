@@ -23,9 +23,10 @@ from ..devices.pool import DevicePool
 from ..planning.schedule import Schedule
 from ..planning.spans import Span
 from ..planning.timeline import Timeline
-from ..usercode.collected_lists import CollectedLists, numbers_left
+from ..usercode.collected_lists import CollectedLists
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..usercode.loose_parameters import LooseParameters
+from ..usercode.outputs import numbers_left
 from ..weights.events import tell
 from ..weights.gradients import GradientStore
 from ..weights.placement import Loader
@@ -125,9 +126,9 @@ class Step:
             self._result.saved_bytes = sum(thread.saved_bytes for thread in threads)
             self._check_devices()
             overlays = [state.overlay for state in self._states]
+            self._result.numbers_left = numbers_left(overlays)
             if self._request.merge is not None:
                 lists.collect(overlays, self._request.merge)
-            self._result.numbers_left = numbers_left(overlays)
             succeeded = True
         finally:
             with contextlib.ExitStack() as ending:  # all of it, even if one raises: from the last to the first

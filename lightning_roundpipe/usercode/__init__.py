@@ -8,5 +8,5 @@
 - :mod:`loose_parameters`, :mod:`loose_gradients`: parameters that user code uses itself.
 - :mod:`key_value_caches`: caches of generation that follow their layers.
 - :mod:`generators`: random numbers of the process, as each micro-batch finds them.
-- :mod:`outputs`: what leaves a step.
+- :mod:`outputs`: what leaves a step, and numbers that it leaves behind.
 """

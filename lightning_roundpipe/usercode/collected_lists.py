@@ -29,8 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..common.attributes import MISSING, Attributes, assign, is_container, read
 from .hook_state import held_by_hooks
@@ -39,8 +38,6 @@ from .outputs import brought_home
 Attribute = tuple[Any, str, Any]  # module or another place, see common.attributes; name; value
 # Merges what the micro-batches have put in one place; told ``given_at_once=True`` of lists that have extended a list.
 Merge = Callable[..., Any]
-# Module, name of an attribute, its value before the step, one value per micro-batch.
-NumbersLeft = tuple[nn.Module, str, Any, list[Any]]
 # Of torch and Lightning, which look after them.
 _NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers"])
 # Entries that a list or dict has at most if lists and dicts in it are collected as well. Vocabularies have more.
@@ -232,26 +229,6 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, _Filled) else value
-
-
-def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:
-    """Attributes to which each micro-batch has assigned a number, or a tensor of one: of these the last one stays.
-
-    Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`.
-    """
-    found = []
-    for key, (module, _) in overlays[0].items():
-        values = [overlay[key][1] for overlay in overlays if key in overlay]
-        if len(values) == len(overlays) > 1 and all(map(is_number, values)):
-            found.append((module, key[1], read(module, key[1]), values))
-    return found
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a real number, or a tensor of one."""
-    if not isinstance(value, Tensor):
-        return type(value) in (int, float)
-    return value.layout is torch.strided and value.numel() == 1 and not (value.is_complex() or value.is_meta)
 
 
 class _Filled(list[Any]):

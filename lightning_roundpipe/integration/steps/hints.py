@@ -5,10 +5,10 @@ A first batch that is a single micro-batch keeps the devices from working side b
 
 Most of what couples the samples of a batch cannot be noticed: a loss that ranks them looks like any other. These can:
 
-- **batch norms** in training mode, which take their statistics from each micro-batch, and
+- **batch norms** in training mode, which take their statistics from each micro-batch,
 - **a loss that is NaN in some micro-batches only**, as a mean over labels is where a micro-batch has no label.
-- **a number on the LightningModule that differs between micro-batches**, or to which each has added its number of rows:
-  the last one stays.
+- **a number on the LightningModule that differs between micro-batches**, or to which each has added its number of rows,
+  see [Note: numbers that are left] in :mod:`usercode.outputs`, and
 - **buffers that a training step changes** (codebooks, queues, centers, running statistics of a user's own): each
   micro-batch does. Looked at are samples of those that keep their shape, in modules that are not torch's.
 """
@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from ...common.fingerprints import sample_of
 from ...devices.pool import DevicePool
-from ...usercode.collected_lists import NumbersLeft, is_number
+from ...usercode.outputs import NumbersLeft, is_number
 from ..batches.splitting import Batches
 from .modules import ModuleScan
 from .notices import Notices
@@ -131,8 +131,8 @@ class BatchHints:
                 self._notices.warn(
                     "numbers",
                     f"{kind} leaves a number in self.{name} that depends on the micro-batch ("
-                    f"{', '.join(f'{value:g}' for value in shown)}), and the last one stays. For sums and counts over "
-                    "the batch use self.log(..., reduce_fx='sum') or a metric object of torchmetrics.",
+                    f"{', '.join(f'{value:g}' for value in shown)}), and they are not added up. For sums and "
+                    "counts over the batch use self.log(..., reduce_fx='sum') or a metric object of torchmetrics.",
                 )
 
 

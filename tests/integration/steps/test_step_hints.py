@@ -72,6 +72,46 @@ def test_numbers_of_which_only_the_last_stays_are_named_once(case: str) -> None:
         assert "reduce_fx='sum'" in found[0]
 
 
+class CountsInside(Small):
+    """Keeps numbers of each batch in a dict or list."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.seen = {"rows": 0, "list": []}
+        self.seen_in: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+        self.keep(self, batch[1])
+
+
+# What each does with the labels of a micro-batch; the place that the warning names.
+NUMBERS_INSIDE: dict[str, tuple[Callable[[Any, Tensor], None], str | None]] = {
+    "rows": (lambda module, y: module.seen.update(rows=module.seen["rows"] + len(y)), "self.seen['rows']"),
+    "a tensor": (lambda module, y: module.seen.update(most=y.sum()), "self.seen['most']"),
+    "a new dict": (lambda module, y: setattr(module, "seen", {"rows": len(y)}), "self.seen['rows']"),
+    "a list": (lambda module, y: module.seen_in.append(len(y)), "self.seen_in[-1]"),
+    "a mean": (lambda module, y: module.seen.update(mean=y.float().mean().item()), None),
+    "the same for all": (lambda module, y: module.seen.update(rows=2), None),
+    "samples": (lambda module, y: module.seen_in.extend(y.tolist()), None),
+    "no numbers": (lambda module, y: module.seen_in.append(y), None),
+    "in one micro-batch only": (lambda module, y: module.seen_in.extend([0] * (len(y) < 3)), None),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS_INSIDE)
+def test_numbers_in_lists_and_dicts_that_are_not_added_up(case: str) -> None:
+    keep, place = NUMBERS_INSIDE[case]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer().validate(CountsInside(keep), make_loader(8), verbose=False)
+    texts = [str(warning.message) for warning in caught if "leaves a number" in str(warning.message)]
+    assert [text.split(" that depends")[0] for text in texts] == [f"validation_step leaves a number in {place}"] * (
+        place is not None
+    )
+
+
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
