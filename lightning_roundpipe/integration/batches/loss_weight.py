@@ -186,7 +186,8 @@ class LossWeights:
                 heads.append(part)
                 inside.update(part.modules())
         trained = [head for head in heads if any(weight.requires_grad for weight in head.parameters())]
-        decisions = [_decided_by_head(head) for head in trained or heads]
+        has_prompts = any(map(_puts_tokens_in_front, self._module.modules()))
+        decisions = [_decided_by_head(head, has_prompts=has_prompts) for head in trained or heads]
         if len({decision.rule for decision in decisions}) > 1:
             whys = "; but ".join(decision.why for decision in decisions)
             return Decision(decisions[0].rule, whys, is_certain=False)
@@ -233,7 +234,15 @@ def _has_loss(model: Any) -> bool:
     return "For" in name or "LMHead" in name or getattr(model.config, "is_encoder_decoder", False)
 
 
-def _decided_by_head(model: Any) -> Decision:
+def _puts_tokens_in_front(part: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens in front of each row, so that also its first label is compared with something.
+    The other methods leave rows as they are."""
+    peft_class = getattr(sys.modules.get("peft"), "PeftModelForCausalLM", ())
+    config: Any = part.active_peft_config if isinstance(part, peft_class) else None
+    return config is not None and config.is_prompt_learning and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def _decided_by_head(model: Any, *, has_prompts: bool = False) -> Decision:
     """What the loss of a Hugging Face model with a head is a mean over."""
     name = type(model).__name__
     if name.endswith("ForCTC"):
@@ -241,6 +250,8 @@ def _decided_by_head(model: Any) -> Decision:
         return Decision("sum" if reduction == "sum" else "samples", f"{name} has ctc_loss_reduction={reduction!r}")
     if name.endswith("ForPreTraining"):
         return Decision("label_tokens", f"{name} adds up means over different things", is_certain=False)
+    if _shifts_labels(model) and has_prompts:
+        return Decision("label_tokens", f"some are -100, and virtual tokens are in front of the rows of {name}")
     if _shifts_labels(model):
         return Decision("causal_label_tokens", f"some are -100, and {name} compares a position with the next label")
     return Decision("label_tokens", f"some are -100, and {name} compares a position with its own label")

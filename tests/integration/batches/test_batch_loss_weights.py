@@ -185,6 +185,18 @@ def test_the_class_of_a_model_of_hugging_face_tells(kind: str) -> None:
     assert given[-1][0] in found.why
 
 
+@pytest.mark.parametrize(
+    ("method", "rule"), [("PromptTuningConfig", "label_tokens"), ("PrefixTuningConfig", "causal_label_tokens")]
+)
+def test_virtual_tokens_in_front_predict_the_first_label(method: str, rule: str) -> None:
+    hf, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    model = getattr(hf, GPT2[0])(hf.GPT2Config(**GPT2[1]))
+    adapted = peft.get_peft_model(model, getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    labels = torch.tensor([[1, 2, -100]])
+    found = LossWeights(adapted, "auto", Notices()).decision([{"labels": labels, "input_ids": labels}])
+    assert (found.rule, found.is_certain) == (rule, True)
+
+
 def test_a_batch_size_that_is_logged_may_be_that_of_the_batch() -> None:
     class Logs(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
