@@ -34,8 +34,9 @@ def is_replicated(value: Any) -> bool:
 
 def is_sequence(value: Any) -> bool:
     """Tell lists and tuples, whose length may be the batch size, from records such as namedtuples."""
-    is_record = hasattr(value, "_fields") or hasattr(value, "n_fields")  # namedtuple, torch.return_types
-    return isinstance(value, (list, tuple)) and not is_record
+    if not isinstance(value, (list, tuple)):
+        return False
+    return not (hasattr(value, "_fields") or hasattr(value, "n_fields"))  # namedtuple, torch.return_types
 
 
 def rows_of(value: Any) -> int | None:

@@ -63,7 +63,9 @@ def assert_cut(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     if isinstance(batch, torch.Tensor) and batch.is_sparse:
         batch, parts = batch.to_dense(), [part.to_dense() for part in parts]
-    has_rows = bool(getattr(batch, "ndim", 0)) or (isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"))
+    has_rows = isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields")
+    if not isinstance(batch, Mapping):
+        has_rows = has_rows or bool(getattr(batch, "ndim", 0))
     if has_rows and len(batch) == bounds[-1][1] and [len(part) for part in parts] == list(sizes):
         for part, (start, stop) in zip(parts, bounds, strict=True):
             assert_identical(part, batch[start:stop])
@@ -195,6 +197,12 @@ class Attributes(dict):
     extra = 0
 
 
+class Dotted(dict):
+    """Items as attributes, as they are often written: what is missing raises a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class TaggedList(list):
     tag = ""
 
@@ -220,7 +228,7 @@ def _default_dict(items: dict[str, Any]) -> defaultdict[str, Any]:
 Point = namedtuple("Point", "a b")
 
 CONTAINERS = [
-    *(dict, OrderedDict, UserDict, Counter, Attributes, ReadOnly, MappingProxyType, _default_dict),
+    *(dict, OrderedDict, UserDict, Counter, Attributes, Dotted, ReadOnly, MappingProxyType, _default_dict),
     *(
         lambda d: tuple(d.values()),
         lambda d: list(d.values()),
