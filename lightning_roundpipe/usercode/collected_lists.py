@@ -33,7 +33,7 @@ from torch import nn
 
 from ..common.attributes import MISSING, Attributes, assign, is_container, read
 from .hook_state import held_by_hooks
-from .outputs import brought_home
+from .outputs import brought_home, is_integer
 
 Attribute = tuple[Any, str, Any]  # module or another place, see common.attributes; name; value
 # Merges what the micro-batches have put in one place; told ``given_at_once=True`` of lists that have extended a list.
@@ -323,7 +323,8 @@ def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge:
             _collect_list(filled, [_Filled() if value is MISSING else value for value in values], merge)
         elif changed:
             changed = brought_home(changed)
-            original[key] = merge(changed) if len(changed) == len(copies) else changed[-1]
+            is_merged = len(changed) == len(copies) and not all(map(is_integer, changed))
+            original[key] = merge(changed) if is_merged else changed[-1]
 
 
 def refill(own: Any, now: Any) -> bool:

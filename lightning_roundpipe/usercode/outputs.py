@@ -12,10 +12,10 @@ attributes and lists of modules when the step ends::
       arrive              {"loss": x", "rows": y"}    on the host, after a wait for the downloads
 
 [Note: numbers that are left]
-Numbers that micro-batches leave on modules are not added up. Of an attribute the last one stays. In lists and dicts
-integers that differ become the list of them, and equal ones stay one; floats are averaged, see [Note: collected lists]
-in :mod:`collected_lists`. Who sums up or counts rows is told, see [Note: whole batches] in
-:mod:`integration.steps.hints`.
+Numbers that micro-batches leave on modules are not added up. Of those in an attribute, and of integers in a dict, the
+last one stays. Integers that are appended to a list become the list of them if they differ; floats in lists and dicts
+are averaged, see [Note: collected lists] in :mod:`collected_lists`. Who sums up or counts rows is told, see
+[Note: whole batches] in :mod:`integration.steps.hints`.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def _numbers_in(before: Any, values: list[Any]) -> Iterator[tuple[str, Any, list
         for key in values[-1]:
             given = [value.get(key) for value in values]
             old = before.get(key) if isinstance(before, dict) else None
-            if all(map(_is_integer, given)) and any(one is not old for one in given):
+            if all(map(is_integer, given)) and any(one is not old for one in given):
                 yield f"[{key!r}]", old, given
     elif all(isinstance(value, list) for value in values):
         start = len(before) if isinstance(before, list) else 0
         if all(len(value) == start + 1 and not getattr(value, "chunks", ()) for value in values):
             given = [value[-1] for value in values]
-            if all(map(_is_integer, given)):
+            if all(map(is_integer, given)):
                 yield "[-1]", None, given
 
 
@@ -133,7 +133,8 @@ def is_number(value: Any) -> bool:
     return value.layout is torch.strided and value.numel() == 1 and not (value.is_complex() or value.is_meta)
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, or a tensor of one."""
     if isinstance(value, Tensor):
         return is_number(value) and not (value.is_floating_point() or value.dtype is torch.bool)
     return type(value) is int

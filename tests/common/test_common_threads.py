@@ -15,7 +15,7 @@ import torch
 
 from lightning_roundpipe.common.thread_locals import AutogradLocal
 from lightning_roundpipe.common.threads import InterruptibleEvent, Worker, Workers
-from tests.support.instructions import call_with
+from tests.common.instructions import call_with
 
 lists_native_threads = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs the list of native threads, which only Linux has"

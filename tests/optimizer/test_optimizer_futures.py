@@ -18,6 +18,7 @@ from lightning_roundpipe.optimizer.state import plain_state
 from lightning_roundpipe.optimizer.updates import Updates
 from lightning_roundpipe.weights import futures
 from lightning_roundpipe.weights.futures import PendingParameter, unwaited
+from tests.common.instructions import call_with
 from tests.optimizer.held_updates import (
     TIMEOUT_S,
     Gated,
@@ -28,7 +29,6 @@ from tests.optimizer.held_updates import (
     outcome_of,
 )
 from tests.support.identical import assert_identical
-from tests.support.instructions import call_with
 
 o = torch.optim
 

@@ -176,7 +176,12 @@ class ManualOptimization:
             if name == "zero_grad" and len(self._weights) == 1 and current() is not None:
                 self._wait()
                 return original(*args, **kwargs)
+            num_args = len(args)
             args, kwargs, closure = _without_closure(args, kwargs)
+
+            def with_closure(closure: Callable[[], Any]) -> Any:
+                is_first = len(args) < num_args
+                return original(closure, *args, **kwargs) if is_first else original(*args, **kwargs, closure=closure)
 
             def perform(barrier: Barrier) -> Any:
                 if closure is None:
@@ -194,7 +199,7 @@ class ManualOptimization:
                         held.enter_context(self._holding())
                         return self._merged(values)
 
-                    return original(*args, **kwargs, closure=call_closures)
+                    return with_closure(call_closures)
 
             collective = Collective(
                 f"{key[0]}.{name}", (name, *key), perform, (args, kwargs), closure, is_deferred=name == "zero_grad"
@@ -202,7 +207,7 @@ class ManualOptimization:
             has_met, result = meet(collective)
             if has_met:
                 return result
-            return original(*args, **kwargs) if closure is None else original(*args, **kwargs, closure=closure)
+            return original(*args, **kwargs) if closure is None else with_closure(closure)
 
         return method
 

@@ -24,8 +24,8 @@ class SharpnessAware(torch.optim.SGD):
         if zero_grad:
             self.zero_grad()
 
-    def second_step(self, closure: Callable[[], Tensor]) -> Tensor:
-        loss = closure()
+    def second_step(self, loss_of: Callable[[], Tensor]) -> Tensor:
+        loss = loss_of()
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
                 parameter.sub_(self.state[parameter]["way"])
