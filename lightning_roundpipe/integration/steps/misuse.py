@@ -215,9 +215,10 @@ class StepGuard:
                 f"{what}, through .data: the copies of the weight on the devices are not made anew then. Change it "
                 f"under torch.no_grad(), without .data, or in {_hooks(kind)}"
             )
+        seen = "" if self._before.written() else " and torch.no_grad(), without .data"
         raise MisconfigurationException(
             f"{what}. It runs once per micro-batch, so that the change is made {count} times per batch, while other "
-            f"micro-batches compute with the weight: make it in {_hooks(kind)}, or use num_microbatches=1"
+            f"micro-batches compute with the weight: make it in {_hooks(kind)}, or use num_microbatches=1{seen}"
         )
 
     def _num_scheduler_steps(self, kind: str) -> list[Any]:

@@ -116,7 +116,7 @@ class SwapsInAnAverage(Small):
 
 def test_weights_swapped_in_validation_after_a_sanity_check() -> None:
     trainer = make_trainer(num_sanity_val_steps=2)
-    with pytest.raises(MisconfigurationException, match=r"validation_step.* changes the weight.*on_validation_batch"):
+    with pytest.raises(MisconfigurationException, match=r"validation_step.*on_validation_batch.*without .data"):
         trainer.fit(SwapsInAnAverage(), make_loader(rows=32), make_loader(rows=32))
     assert trainer.global_step == 4
 
