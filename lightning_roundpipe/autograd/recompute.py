@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -147,6 +147,16 @@ class Receiver:
             return self._edge
         call, slot = self.owner
         return call.hooked.get(slot)
+
+    def behind(self, places: Collection[tuple[Any, int]]) -> tuple[list[Call], bool]:
+        """The calls whose outputs the input was made of, and whether it was made of what comes from ``places`` (nodes
+        and their outputs)."""
+        if self.owner is not None:
+            return [self.owner[0]], self.owner in {_cut_slot(node) for node, _ in places}
+        assert self._edge is not None
+        nodes = list(walk_graph([self._edge.node]))
+        passed = {(self._edge.node, self._edge.output_nr), *(edge for node in nodes for edge in node.next_functions)}
+        return _calls_among(nodes), not passed.isdisjoint(places)
 
 
 _CUT_NODE = Cut._backward_cls
@@ -333,6 +343,33 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
         if isinstance(node, _CUT_NODE):
             return cast(Any, node).call  # type: ignore[no-any-return]
     return None
+
+
+def cut_on_the_way(outputs: Iterable[Tensor], inputs: Iterable[Any]) -> Call | None:
+    """The call whose cut is the first on a way from ``outputs`` back to ``inputs`` (tensors, edges). Their gradients
+    would lack what is behind it, also if a part comes another way: ``x + block(x)``."""
+    wanted = [x if isinstance(x, GradientEdge) else edge_of(x) for x in inputs if getattr(x, "requires_grad", True)]
+    places = {(edge.node, edge.output_nr) for edge in wanted}
+    weights = set(map(id, inputs))
+    firsts = {call: call for call in _calls_among(walk_graph([output.grad_fn for output in outputs]))}
+    todo = list(firsts)
+    while todo:
+        call = todo.pop()
+        if not weights.isdisjoint(map(id, call.unit.parameters())):
+            return firsts[call]
+        for receiver in call.receivers:
+            behind, is_wanted = receiver.behind(places)
+            if is_wanted:
+                return firsts[call]
+            found = [one for one in behind if one not in firsts]
+            firsts.update(dict.fromkeys(found, firsts[call]))
+            todo.extend(found)
+    return None
+
+
+def _calls_among(nodes: Iterable[Any]) -> list[Call]:
+    """The calls whose cuts are among ``nodes``."""
+    return list(dict.fromkeys(cast(Any, node).call for node in nodes if isinstance(node, _CUT_NODE)))
 
 
 def versions_of(unit: Unit) -> tuple[int, ...]:

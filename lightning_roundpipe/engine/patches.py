@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
-from ..autograd.recompute import GradientCutError, note_hook, reached_cut
+from ..autograd.recompute import GradientCutError, cut_on_the_way, note_hook, reached_cut
 from ..autograd.unit_context import InsideUnit
 from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
@@ -141,8 +141,9 @@ def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
 def guarded_grad() -> Iterator[None]:
     """While open, ``torch.autograd.grad`` in user code that ends at a cut says so; a unit that calls it is noted.
 
-    It only walks nodes on the way to its inputs; a cut has no way on, so torch would call the inputs unused. What is
-    replaced is the function that it calls: user code may have imported ``grad`` by its name.
+    It only walks nodes on the way to its inputs; a cut has no way on, so torch would call the inputs unused, or leave
+    out a part of the gradient. What is replaced is the function that it calls: user code may have imported ``grad`` by
+    its name.
     """
     namespace: Any = torch.autograd
     original = namespace._engine_run_backward
@@ -158,6 +159,8 @@ def guarded_grad() -> Iterator[None]:
             return original(outputs, *args, **kwargs)
         roots = [root for root in outputs if isinstance(root, Tensor)]
         asked = args[3]  # behind grad_outputs, retain_graph and create_graph
+        if (call := cut_on_the_way(roots, asked)) is not None:
+            raise GradientCutError.at(call)
         is_on_gpu = any([not root.is_cpu for root in roots])
         try:
             with state.lock.walking(state) if is_on_gpu and state.lock is not None else contextlib.nullcontext():

@@ -125,6 +125,10 @@ TAKES: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
     "of an input": lambda loss, x, model: torch.autograd.grad(loss, x),
     "of an input, or none": lambda loss, x, model: torch.autograd.grad(loss, x, allow_unused=True),
     "by an imported name": lambda loss, x, model: imported_grad(loss, x, materialize_grads=True),
+    "of an input that comes another way, too": lambda loss, x, model: torch.autograd.grad(loss + x.sum(), x),
+    "of a weight that is used outside, too": lambda loss, x, model: torch.autograd.grad(
+        loss + sum(w.sum() for w in model.parameters()), list(model.parameters())
+    ),
     "of weights": lambda loss, x, model: torch.autograd.grad(loss, list(model.parameters())),
     "backward": lambda loss, x, model: loss.backward(),
 }
@@ -157,6 +161,14 @@ def test_a_gradient_taken_within_user_code_is_fine() -> None:
         return model(x) * slope
 
     run_once(penalty, model)
+
+    def of_results(x: Tensor) -> Tensor:
+        result = model(x)
+        scale = result.new_ones(WIDTH, requires_grad=True)
+        torch.autograd.grad((result * scale).sum(), (result, scale), retain_graph=True)
+        return result
+
+    run_once(of_results, model)
 
 
 class Collector(nn.Module):
