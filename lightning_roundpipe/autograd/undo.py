@@ -41,7 +41,8 @@ def written_buffers(replica: Replica, before: Buffers, *, by_value: bool = False
     """
     for copy, name, buffer, version, value in before:
         now = copy._buffers.get(name)
-        if now is not buffer or version_of(now) != version or (by_value and not torch.equal(now, value)):
+        has_value = by_value and buffer.layout is torch.strided  # of others, such as sparse ones, the version tells
+        if now is not buffer or version_of(now) != version or (has_value and not torch.equal(now, value)):
             master = replica.master_of(copy)
             assert master is not None
             yield master, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -56,6 +57,40 @@ def test_a_unit_may_return_its_own_weight(copies: bool) -> None:
     for _ in range(2):
         torch.testing.assert_close(steps.gradients(parts), wanted_gradients(model, parts))
         torch.testing.assert_close(steps.evaluate(parts).outputs, losses)
+
+
+class OnAGraph(nn.Module):
+    """Keeps the edges of a graph in a sparse buffer, which it may write."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.decay = decay
+        self.register_buffer("edges", torch.rand(WIDTH, WIDTH).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.decay < 1.0:
+            self.edges *= self.decay
+        return torch.tanh(self.linear(torch.sparse.mm(self.edges.clone(), x.t()).t()))
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
+@pytest.mark.parametrize("decay", [1.0, 0.5], ids=["read", "written"])
+def test_a_unit_may_have_sparse_buffers(decay: float, copies: bool) -> None:
+    model = nn.Sequential(*(OnAGraph(decay) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    parts = torch.randn(6, WIDTH).chunk(3)
+    steps = Steps(model, recomputed_elsewhere, num_devices=2, copies=copies)
+    for _ in range(2):
+        wanted = torch.autograd.grad(
+            torch.stack([plain(part).square().mean() for part in parts]).mean(), list(plain.parameters())
+        )
+        torch.testing.assert_close(
+            steps.train(parts, function=lambda part: model(part).square().mean()).gradients,
+            dict(zip(model.parameters(), wanted, strict=True)),
+        )
+        for ours, theirs in zip(model, plain, strict=True):
+            torch.testing.assert_close(ours.edges.to_dense(), theirs.edges.to_dense())
 
 
 class Compiled(nn.Module):
