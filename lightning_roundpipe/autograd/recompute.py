@@ -57,10 +57,10 @@ class GradientCutError(RuntimeError):
         return cls(
             f"a backward pass inside the step went through unit {call.unit.name!r}, whose graph is cut there "
             "(torch.autograd.grad, Tensor.backward or a gradient penalty in a step). With manual optimization "
-            "call self.manual_backward(loss), which goes through units. Otherwise write a module whose forward does "
-            "both, from the input to its gradient, and name its class in RoundPipeStrategy(units=[...]): inside a unit "
-            "gradients can be taken. Or take them in a hook that runs once per batch, where modules run as they are, "
-            "or run this module with strategy='auto'."
+            "call self.manual_backward(loss), which goes through units. Otherwise use torch.func.grad, inside which "
+            "modules run as they are, without the pipeline; or write a module whose forward takes the gradient as "
+            "well, and name its class in RoundPipeStrategy(units=[...]); or take the gradient in a hook that runs once "
+            "per batch; or run this module with strategy='auto'."
         )
 
 

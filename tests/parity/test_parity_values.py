@@ -239,10 +239,23 @@ class UnitsTakeGradients(Regression):
         return self.head(x)
 
 
+class PenaltyByTransform(UnitsTakeGradients):
+    """A gradient penalty by ``torch.func``, inside which units are user code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.blocks[1] = Block(), Block()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        slope = torch.func.grad(lambda x: self(x).sum())(batch[0])
+        return super().training_step(batch, batch_idx) + slope.square().sum(1).mean()
+
+
 MODELS: list[type[Regression]] = [
     BufferThatLaterCallsRead,
     Containers,
     Objects,
+    PenaltyByTransform,
     UnitsChangeTheirInputs,
     ReadThenOverwritten,
     UnitsTakeGradients,

@@ -217,7 +217,7 @@ def _input_gradient(self: Any, batch: Any, batch_idx: int) -> Any:
     "Misuse",
     "`torch.autograd.grad` or `backward` through a unit in `training_step`",
     status="refused",
-    note="Take it inside a unit, whose class `units` names, or in a hook.",
+    note="Use `torch.func.grad`, or take it inside a unit, whose class `units` names, or in a hook.",
 )
 @pytest.mark.parametrize("step", [_own_backward, _input_gradient], ids=lambda step: step.__name__[1:])
 def test_gradients_through_a_unit(step: Step) -> None:
