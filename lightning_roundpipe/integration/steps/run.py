@@ -38,6 +38,7 @@ from ..overlap import OptimizerOverlap
 from ..pool import make_engine
 from .log_merging import LogCapture
 from .loss import loss_of
+from .loss_means import LossMeans
 from .manual import ManualOptimization
 from .metrics import StepMetrics
 from .misuse import StepGuard
@@ -90,6 +91,7 @@ class Steps:
         self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
         self.ranks = RankSteps(group, self._scan, self._splitter, WIRES[options.reduce_dtype], owners)
         self._guard = StepGuard(module, options, pool, self._scan, notices)
+        self._loss_means = LossMeans(options.loss_weight, notices)
         self._metrics = StepMetrics(self._scan)
         self._retry = Retry(
             self._scan,
@@ -170,7 +172,8 @@ class Steps:
                 reduction=reduction,
                 is_trained=self._is_trained,
             )
-            with self._final_if_sent(reduction):
+            means = self._loss_means.watching(batches.loss_weights) if is_training else contextlib.nullcontext()
+            with self._final_if_sent(reduction), means:
                 result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
             self._guard.hints.look_at_numbers(name, result.numbers_left, batches.sizes)
             result.numbers_left.clear()  # tensors, with what has made them
