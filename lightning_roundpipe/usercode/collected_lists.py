@@ -16,7 +16,8 @@ One item per micro-batch is one item of the batch (a loss, a tensor of predictio
 list that a step returns: as many as a micro-batch has rows are samples. Of items that came at once (``extend``, ``+=``)
 there may also be several for each sample. Of a list that they have cleared, or from which they have taken items, what
 all of them still have stays in front. Lists and dicts that all of them have assigned (``if batch_idx == 0:
-self.validation_step_outputs = []``) are put together in a new one.
+self.validation_step_outputs = []``) are put together in a new one, unless they hold activations with a graph: of these
+the last one stays.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 from torch import nn
 
 from ..common.attributes import MISSING, Attributes, assign, is_container, read
+from ..common.trees import tensors_in
 from .hook_state import held_by_hooks
 from .outputs import brought_home, is_integer
 
@@ -142,7 +144,7 @@ class CollectedLists:
                 continue  # several attributes hold it
             if _collect(original, found, merge):
                 collected.add(id(original))
-            elif any(map(operator.is_, found, self._made_of(original))):  # some have assigned another one
+            elif any(map(operator.is_, found, self._made_of(original))) or _is_of_the_step(found):
                 assign(module, name, _plain(found[-1]))
             else:
                 for overlay, value in zip(overlays, found, strict=True):
@@ -159,7 +161,7 @@ class CollectedLists:
             if key[0] not in self._modules or key[1] in _NOT_OF_USERS or not all(map(is_container, found)):
                 continue
             ids = tuple(map(id, found))
-            if 1 < len(overlays) == len(set(ids)):
+            if 1 < len(overlays) == len(set(ids)) and not _is_of_the_step(found):
                 if ids not in merged:
                     merged[ids] = copy.copy(last)
                     merged[ids].clear()
@@ -325,6 +327,11 @@ def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge:
             changed = brought_home(changed)
             is_merged = len(changed) == len(copies) and not all(map(is_integer, changed))
             original[key] = merge(changed) if is_merged else changed[-1]
+
+
+def _is_of_the_step(found: Sequence[Any]) -> bool:
+    """Whether lists and dicts hold activations with a graph, which no later step reads. To bring them home is dear."""
+    return any(tensor.requires_grad and tensor.ndim > 0 for one in found for _, tensor in tensors_in(one))
 
 
 def refill(own: Any, now: Any) -> bool:

@@ -25,8 +25,8 @@ gives each micro-batch the rows that it had, unless something else has been assi
     step n      micro-batch 0   self.h = h0        between steps   self.h is h1     step n + 1   0 begins with h0
                 micro-batch 1   self.h = h1                                                      1 begins with h1
 
-A batch of another size finds all of them, as one call would: what user code does about it is what it does there, unless
-a micro-batch has as many rows by chance.
+It has no graph, which the next step could not go back through. A batch of another size finds all of them, as one call
+would: what user code does about it is what it does there, unless a micro-batch has as many rows by chance.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def rows_left(overlays: Sequence[Attributes], sizes: tuple[int, ...], modules: C
 
 def _have_rows(value: Any, size: int) -> bool:
     if type(value) is tuple:
-        return bool(value) and all(isinstance(entry, Tensor) and size in entry.shape for entry in value)
-    return isinstance(value, Tensor) and size in value.shape
+        return bool(value) and all(isinstance(entry, Tensor) and _have_rows(entry, size) for entry in value)
+    return isinstance(value, Tensor) and size in value.shape and not value.requires_grad
 
 
 def _num_entries(value: Any) -> int | None:
@@ -163,7 +163,7 @@ def _cut_anew(parts: Sequence[Tensor], before: tuple[int, ...], sizes: tuple[int
     if len(dims) != 1:
         return []
     whole = torch.cat(list(parts), dims[0])
-    return whole.split(sizes, dims[0]) if sum(sizes) == sum(before) else [whole] * len(sizes)
+    return torch.split(whole, list(sizes), dims[0]) if sum(sizes) == sum(before) else [whole] * len(sizes)
 
 
 def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_roundpipe.integration.batches.merging import merge_outputs
@@ -107,6 +108,21 @@ def test_of_lists_that_some_micro_batches_alone_assign_the_last_stays() -> None:
         lists.collect([{(id(module), "found"): (module, value)} for value in found], merge)
         assert type(module.found) is list
         assert module.found == (["before", 2.0] if index == 0 else [1.0])
+
+
+@pytest.mark.parametrize("before", [["before"], None])
+def test_of_lists_of_activations_the_last_stays(before: Any) -> None:
+    """They are the step's own, and may be large."""
+    module = nn.Module()
+    module.found = before
+    lists = CollectedLists([module])
+    found = [[torch.ones(2, requires_grad=True) * index] for index in range(2)]
+    for _ in found:
+        lists.copies()
+    overlays = [{(id(module), "found"): (module, value)} for value in found]
+    lists.collect(overlays, merge)
+    kept = overlays[-1].get((id(module), "found"), (module, module.found))[1]
+    assert kept[0] is found[-1][0]
 
 
 def test_a_copy_is_stored_as_a_list() -> None:
