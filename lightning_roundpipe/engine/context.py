@@ -14,7 +14,6 @@ from ..devices.pool import DevicePool
 from ..planning.partition import StageKind
 from ..usercode.lock import UserCodeLock
 from ..usercode.loose_parameters import LooseParameters
-from ..usercode.outputs import RowsLeft
 from ..weights.gradients import GradientStore
 from ..weights.placement import Loader, ReplicaCache
 from ..weights.units import Unit
@@ -34,7 +33,6 @@ class Resources:
         adders: accumulation threads, see :class:`GradientStore`.
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
         draws_foreign: see :class:`UserGenerators`.
-        rows_left: by the last step, see [Note: states of rows] in :mod:`usercode.outputs`.
         times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
     """
 
@@ -49,7 +47,6 @@ class Resources:
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
-    rows_left: list[RowsLeft] = field(default_factory=list)
     times_steps: bool = False
 
 

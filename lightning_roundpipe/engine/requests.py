@@ -30,7 +30,6 @@ class StepRequest:
         key: calls with the same key are expected to call the same units in the same order.
         seed: identifies the step: same seed, same random numbers.
         loss_of: picks the loss from the function's result, None where there is none; None for evaluation.
-        sizes: rows of the micro-batches; empty if they are not known.
         merge: merges what micro-batches appended to a list, see :data:`collected_lists.Merge`.
         autocast_device: device type of autocast, ``"cpu"`` or that of the GPUs.
         meets: whether the function runs its backward itself, by :func:`barrier.meet`; then ``loss_of`` is None and
@@ -45,7 +44,6 @@ class StepRequest:
     key: Hashable
     seed: int
     loss_of: Callable[[Any], Tensor | None] | None = None
-    sizes: tuple[int, ...] = ()
     merge: Merge | None = None
     autocast_device: str = "cpu"
     meets: bool = False

@@ -161,7 +161,6 @@ class Engine:
     def _forget(self) -> None:
         self._plans.clear()
         self._resources.switches.clear()
-        self._resources.rows_left.clear()
         self._table = None
         self._replicas.clear()
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..common.attributes import read
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Worker, run_threads
 from ..devices.device import DeviceLostError
@@ -27,7 +26,7 @@ from ..planning.timeline import Timeline
 from ..usercode.collected_lists import CollectedLists
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..usercode.loose_parameters import LooseParameters
-from ..usercode.outputs import RowsLeft, numbers_left, rows_left
+from ..usercode.outputs import numbers_left
 from ..weights.events import tell
 from ..weights.gradients import GradientStore
 from ..weights.placement import Loader
@@ -112,14 +111,13 @@ class Step:
             self._table.modules,
             (*self._table.user_code, *self._table.blocks),
         )
-        succeeded, rows = False, list[RowsLeft]()
+        succeeded = False
         self._resources.pool.open()
         try:
             if self._adder is not None:
                 # It waits for copies, for which CUDA needs a context on the GPU of the thread: on one of the pool.
                 self._adder.call(self._resources.pool[0].enter, "roundpipe-accumulation")
             self._lock.open(self._states, lists.copies)
-            self._take_up_rows()
             with torch_patched():
                 self._run_segments(lambda arrival: arrival is None)
             self._lock.suspend()
@@ -129,7 +127,6 @@ class Step:
             self._check_devices()
             overlays = [state.overlay for state in self._states]
             self._result.numbers_left = numbers_left(overlays)
-            rows = rows_left(overlays, self._request.sizes, set(map(id, self._table.user_code)))
             if self._request.merge is not None:
                 lists.collect(overlays, self._request.merge)
             succeeded = True
@@ -146,14 +143,6 @@ class Step:
                 ending.callback(self._resources.replicas.end_step)
                 ending.callback(self._lock.close, self._states, keep_writes=succeeded)
                 ending.callback(self._stop)
-        self._resources.rows_left = [left._replace(shown=read(left.module, left.name)) for left in rows]
-
-    def _take_up_rows(self) -> None:
-        """Micro-batches go on with what they have left, see [Note: states of rows] in :mod:`usercode.outputs`."""
-        for left in self._resources.rows_left:
-            if read(left.module, left.name) is left.shown:
-                for index, value in enumerate(left.of_next(self._request.sizes)):
-                    self._give(index, left.module, left.name, value)
 
     def _check_devices(self) -> None:
         """Before the results count: code of the user may have caught the error of a device that is lost."""

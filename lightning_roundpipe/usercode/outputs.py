@@ -16,23 +16,12 @@ Numbers that micro-batches leave on modules are not added up. Of those in an att
 last one stays. Integers that are appended to a list become the list of them if they differ; floats in lists and dicts
 are averaged, see [Note: collected lists] in :mod:`collected_lists`. Who sums up or counts rows is told, see
 [Note: whole batches] in :mod:`integration.steps.hints`.
-
-[Note: states of rows]
-A tensor with rows of the batch that a step leaves in an attribute may be a state that the next step goes on with (the
-hidden state of a recurrent network). The attribute shows that of the last micro-batch between steps; the next step
-gives each micro-batch the rows that it had, unless something else has been assigned meanwhile::
-
-    step n      micro-batch 0   self.h = h0        between steps   self.h is h1     step n + 1   0 begins with h0
-                micro-batch 1   self.h = h1                                                      1 begins with h1
-
-It has no graph, which the next step could not go back through. A batch of another size finds all of them, as one call
-would: what user code does about it is what it does there, unless a micro-batch has as many rows by chance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,67 +92,6 @@ def without_graph(value: Any) -> Any:
     if value.retains_grad:
         kept.grad = brought_home(value.grad)
     return kept
-
-
-class RowsLeft(NamedTuple):
-    """What micro-batches have left in an attribute; see [Note: states of rows].
-
-    Attributes:
-        shown: what the attribute is between steps.
-        own: of each micro-batch.
-        sizes: rows of each.
-    """
-
-    module: nn.Module
-    name: str
-    shown: Any
-    own: list[Any]
-    sizes: tuple[int, ...]
-
-    def of_next(self, sizes: tuple[int, ...]) -> Sequence[Any]:
-        """For micro-batches of the next step, which have these sizes; nothing if it is not certain where rows are."""
-        if sizes == self.sizes:
-            return self.own
-        if not isinstance(self.own[0], tuple):
-            return _cut_anew(self.own, self.sizes, sizes)
-        columns = [_cut_anew(entries, self.sizes, sizes) for entries in zip(*self.own, strict=True)]
-        return list(zip(*columns, strict=True)) if all(columns) else []
-
-
-def rows_left(overlays: Sequence[Attributes], sizes: tuple[int, ...], modules: Collection[int]) -> list[RowsLeft]:
-    """What micro-batches of these sizes leave in attributes of modules with these ids: tensors, and tuples of such, all
-    with as many rows in some dimension. None of them is shown yet.
-
-    Comes between :meth:`UserCodeLock.suspend` and :meth:`UserCodeLock.close`.
-    """
-    found = []
-    for key, (module, _) in overlays[0].items() if len(overlays) == len(sizes) > 1 else ():
-        values = [overlay[key][1] for overlay in overlays if key in overlay]
-        is_rows = len(values) == len(sizes) and key[0] in modules and all(map(_have_rows, values, sizes))
-        if is_rows and len(set(map(_num_entries, values))) == 1:
-            found.append(RowsLeft(module, key[1], None, list(map(without_graph, values)), sizes))
-    return found
-
-
-def _have_rows(value: Any, size: int) -> bool:
-    if type(value) is tuple:
-        return bool(value) and all(isinstance(entry, Tensor) and _have_rows(entry, size) for entry in value)
-    return isinstance(value, Tensor) and size in value.shape and not value.requires_grad
-
-
-def _num_entries(value: Any) -> int | None:
-    return len(value) if isinstance(value, tuple) else None
-
-
-def _cut_anew(parts: Sequence[Tensor], before: tuple[int, ...], sizes: tuple[int, ...]) -> Sequence[Tensor]:
-    """Rows of micro-batches, cut into other sizes; all of them for each where they are not as many."""
-    rest = [{tuple(part.shape[:dim] + part.shape[dim + 1 :]) for part in parts} for dim in range(parts[0].ndim)]
-    dims = [dim for dim, shapes in enumerate(rest) if len(shapes) == 1]
-    dims = [dim for dim in dims if tuple(part.shape[dim] for part in parts) == before]
-    if len(dims) != 1:
-        return []
-    whole = torch.cat(list(parts), dims[0])
-    return torch.split(whole, list(sizes), dims[0]) if sum(sizes) == sum(before) else [whole] * len(sizes)
 
 
 def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:

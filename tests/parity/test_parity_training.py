@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.driver import MakeData, assert_parity, assert_same, plain, train
-from tests.support.models import WIDTH, Chain, NormedBlock, six_vectors, vectors
+from tests.support.models import Chain, NormedBlock, six_vectors, vectors
 from tests.support.rows import compat
 
 
@@ -213,29 +213,3 @@ def test_tensors_of_an_optimizer_that_are_no_parameters_are_trained(pipeline: di
     assert_same(run, expected)
     assert not modules[0].temperature.equal(torch.ones(2))
     torch.testing.assert_close(modules[1].temperature, modules[0].temperature, rtol=1e-4, atol=1e-6)
-
-
-class GoesOn(Chain):
-    """A state of each row that goes on from batch to batch, in two attributes; it begins anew for other rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(WIDTH, WIDTH, num_layers=3)
-        self.state: Any = None
-        self.memory: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        if self.state is None or self.state[0].shape[1] != len(x):
-            self.state = x.new_zeros(3, len(x), WIDTH), x.new_zeros(3, len(x), WIDTH)
-            self.memory = x.new_zeros(len(x), WIDTH)
-        (y,), state = self.cells(x.unsqueeze(0), self.state)
-        self.state = tuple(each.detach() for each in state)
-        self.memory = (0.5 * self.memory + x).detach()
-        return self.head(y + self.memory)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("sizes", [(7, 7, 5, 5, 7), (8, 8, 3, 3), (7, 1, 1)], ids=str)
-def test_a_state_goes_on_row_by_row(pipeline: dict[str, Any], sizes: tuple[int, ...]) -> None:
-    run = assert_parity(GoesOn, partial(vectors, *sizes), **pipeline, steps=len(sizes), min_calls=3)
-    assert len(run.module.memory) <= sizes[-1]

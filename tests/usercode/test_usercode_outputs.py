@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.virtual import VirtualDevice
-from lightning_roundpipe.usercode.outputs import Results, RowsLeft, brought_home, rows_left, without_graph
+from lightning_roundpipe.usercode.outputs import Results, brought_home, without_graph
 from tests.support.engine.lazy_link import LazyLink
 from tests.support.engine.modelled import kept
 from tests.support.engine.steps import Steps
-from tests.support.parity import assert_alike
 
 CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "tensor": (lambda x: x, lambda v: v),
@@ -133,21 +132,3 @@ def test_what_is_left_in_attributes_is_on_the_host() -> None:
     assert [entry["rows"].device.type for entry in model.collected[0]] == ["cpu", "cpu"]
     assert [rows.device.type for rows in model.features["rows"]] == ["cpu", "cpu"]
     assert model.last[0].device.type == "cpu"
-
-
-def test_rows_that_are_cut_anew() -> None:
-    def left(module: nn.Module, *own: Any) -> RowsLeft:
-        overlays = [{(id(module), "h"): (module, value)} for value in own]
-        (found,) = rows_left(overlays, (2, 1), {id(module)})
-        return found
-
-    module, rows = nn.Module(), torch.arange(15.0).reshape(3, 5)
-    whole = left(module, rows[:2], rows[2:])
-    assert_alike(whole.of_next((1, 1, 1)), list(rows.split(1)))
-    assert_alike(whole.of_next((2, 2)), [rows, rows])
-    both = left(module, (rows[:2].t(), rows[:2]), (rows[2:].t(), rows[2:]))
-    assert_alike(both.of_next((1, 2)), [(rows[:1].t(), rows[:1]), (rows[1:].t(), rows[1:])])
-    assert left(module, torch.ones(2, 1), torch.ones(1, 2)).of_next((1, 2)) == [], "it is not certain where rows are"
-    overlays = [{(id(module), "h"): (module, value)} for value in (rows[:2], rows[2:])]
-    assert rows_left(overlays, (2, 1), set()) == [], "inside of a unit"
-    assert rows_left(overlays, (2, 2), {id(module)}) == []

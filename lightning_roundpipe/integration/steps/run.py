@@ -166,7 +166,6 @@ class Steps:
                 key=name,
                 seed=seed_of_step(self._module.trainer, name),
                 loss_of=loss_of if is_training and not is_manual else None,
-                sizes=batches.sizes,
                 merge=functools.partial(merge_outputs, sizes=batches.sizes, weights=batches.weights),
                 autocast_device=self._autocast_device,
                 meets=is_manual,
