@@ -160,6 +160,7 @@ class Receiver:
 
 
 _CUT_NODE = Cut._backward_cls
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 # Where a unit is entered and left, no function transform is active: calls inside of one are not intercepted.
 enter_graph, leave_graph = direct_apply(Entry), direct_apply(Cut)
 
@@ -345,13 +346,17 @@ def reached_cut(outputs: Iterable[Tensor]) -> Call | None:
     return None
 
 
-def cut_on_the_way(outputs: Iterable[Tensor], inputs: Iterable[Any]) -> Call | None:
+def cut_on_the_way(outputs: Sequence[Any], inputs: Iterable[Any]) -> Call | None:
     """The call whose cut is the first on a way from ``outputs`` back to ``inputs`` (tensors, edges). Their gradients
-    would lack what is behind it, also if a part comes another way: ``x + block(x)``."""
+    would lack what is behind it, also if a part comes another way: ``x + block(x)``. Tensors inside transforms of
+    ``torch.func`` have no cuts behind them: units are user code there."""
+    if any(isinstance(output, Tensor) and _is_wrapped(output) for output in outputs):
+        return None
     wanted = [x if isinstance(x, GradientEdge) else edge_of(x) for x in inputs if getattr(x, "requires_grad", True)]
     places = {(edge.node, edge.output_nr) for edge in wanted}
     weights = set(map(id, inputs))
-    firsts = {call: call for call in _calls_among(walk_graph([output.grad_fn for output in outputs]))}
+    roots = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
+    firsts = {call: call for call in _calls_among(walk_graph(roots))}
     todo = list(firsts)
     while todo:
         call = todo.pop()

@@ -187,6 +187,7 @@ class Microbatch:
             self._go_to_call(call, position, leaves)
             done = self._compute(call, position, leaves, is_training)
             cut(self._context, call, done, leaves)
+            state.has_cuts = state.has_cuts or call.may_be_flagged
             if call.is_recorded:
                 self._calls.append(call)
         finally:

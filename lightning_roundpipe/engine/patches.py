@@ -159,8 +159,7 @@ def guarded_grad() -> Iterator[None]:
             return original(outputs, *args, **kwargs)
         roots = [root for root in outputs if isinstance(root, Tensor)]
         asked = args[3]  # behind grad_outputs, retain_graph and create_graph
-        # Inside transforms of torch.func there are no cuts: units are user code.
-        if not _transforms_active() and (call := cut_on_the_way(roots, asked)) is not None:
+        if state.has_cuts and (call := cut_on_the_way(outputs, asked)) is not None:
             raise GradientCutError.at(call)
         is_on_gpu = any([not root.is_cpu for root in roots])
         try:

@@ -16,8 +16,8 @@ One item per micro-batch is one item of the batch (a loss, a tensor of predictio
 list that a step returns: as many as a micro-batch has rows are samples. Of items that came at once (``extend``, ``+=``)
 there may also be several for each sample. Of a list that they have cleared, or from which they have taken items, what
 all of them still have stays in front. Lists and dicts that all of them have assigned (``if batch_idx == 0:
-self.validation_step_outputs = []``) are put together in a new one, unless they hold activations with a graph: of these
-the last one stays.
+self.validation_step_outputs = []``) are put together in a new one, unless they are equal (constants that are made
+at their first use), or hold activations with a graph: of these the last one stays.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..common.attributes import MISSING, Attributes, assign, is_container, read
-from ..common.trees import tensors_in
+from ..common.trees import children_of, tensors_in
 from .hook_state import held_by_hooks
 from .outputs import brought_home, is_integer
 
@@ -161,7 +162,8 @@ class CollectedLists:
             if key[0] not in self._modules or key[1] in _NOT_OF_USERS or not all(map(is_container, found)):
                 continue
             ids = tuple(map(id, found))
-            if 1 < len(overlays) == len(set(ids)) and not _is_of_the_step(found):
+            is_anew = 1 < len(overlays) == len(set(ids)) and not _is_of_the_step(found)
+            if is_anew and not all(_are_equal(last, one) for one in found):
                 if ids not in merged:
                     merged[ids] = copy.copy(last)
                     merged[ids].clear()
@@ -327,6 +329,18 @@ def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge:
             changed = brought_home(changed)
             is_merged = len(changed) == len(copies) and not all(map(is_integer, changed))
             original[key] = merge(changed) if is_merged else changed[-1]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether both are made of equal values, which do not depend on the micro-batch then."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        is_alike = (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
+        return is_alike and one.layout is torch.strided and torch.equal(one, other.to(one.device))
+    entries, others = children_of(one), children_of(other)
+    if entries is None or others is None:
+        return type(one) is type(other) and one == other
+    names = [name for name, _ in entries] == [name for name, _ in others]
+    return names and all(_are_equal(a, b) for (_, a), (_, b) in zip(entries, others, strict=True))
 
 
 def _is_of_the_step(found: Sequence[Any]) -> bool:

@@ -71,6 +71,7 @@ class UserCodeState:
     copies: Copies = field(default_factory=Copies)  # the lists and dicts of its own
     unit_writes: UnitWrites | None = None  # where writes go while the thread is inside a unit; None outside units
     is_recomputing: bool = False  # whether a unit runs again, for its backward: its effects outside are there
+    has_cuts: bool = False  # whether its graph leads through a unit
     lock: UserCodeLock | None = None  # of the step; None when no step runs
     call_unit: Callable[..., Any] | None = None  # runs a unit; None while the thread is inside one
     # What brings operands of user code to one device, see [Note: implicit transfers]; None in user code, where it is on

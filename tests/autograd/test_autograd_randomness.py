@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad as imported_grad
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_roundpipe.autograd.recompute import GradientCutError
 from tests.support.engine.modelled import kept, recomputed
@@ -126,6 +127,10 @@ TAKES: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
     "of an input, or none": lambda loss, x, model: torch.autograd.grad(loss, x, allow_unused=True),
     "by an imported name": lambda loss, x, model: imported_grad(loss, x, materialize_grads=True),
     "of an input that comes another way, too": lambda loss, x, model: torch.autograd.grad(loss + x.sum(), x),
+    "of an edge": lambda loss, x, model: torch.autograd.grad(get_gradient_edge(loss + x.sum()), x),
+    "of several at once": lambda loss, x, model: torch.vmap(lambda v: torch.autograd.grad(loss + x.sum(), x, v))(
+        torch.ones(2)
+    ),
     "of a weight that is used outside, too": lambda loss, x, model: torch.autograd.grad(
         loss + sum(w.sum() for w in model.parameters()), list(model.parameters())
     ),

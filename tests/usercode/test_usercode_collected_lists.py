@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections import defaultdict
@@ -14,6 +15,7 @@ from torch import nn
 
 from lightning_roundpipe.integration.batches.merging import merge_outputs
 from lightning_roundpipe.usercode.collected_lists import CollectedLists, refill
+from tests.support.identical import assert_identical
 
 # Two micro-batches of two rows.
 merge = functools.partial(merge_outputs, sizes=(2, 2), weights=(1.0, 1.0))
@@ -108,6 +110,21 @@ def test_of_lists_that_some_micro_batches_alone_assign_the_last_stays() -> None:
         lists.collect([{(id(module), "found"): (module, value)} for value in found], merge)
         assert type(module.found) is list
         assert module.found == (["before", 2.0] if index == 0 else [1.0])
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], [torch.arange(2.0), "a"], {"mean": [torch.ones(2)], "n": None}], ids=str)
+def test_constants_that_each_micro_batch_makes_stay_as_they_are(value: Any) -> None:
+    """At their first use: ``if self.strides is None: self.strides = [1.0, 2.0]``."""
+    module = nn.Module()
+    module.found = None
+    lists = CollectedLists([module])
+    found = [copy.deepcopy(value) for _ in range(2)]
+    for _ in found:
+        lists.copies()
+    overlays = [{(id(module), "found"): (module, one)} for one in found]
+    lists.collect(overlays, merge)
+    assert overlays[-1][id(module), "found"][1] is found[-1]
+    assert_identical(found[-1], value)
 
 
 @pytest.mark.parametrize("before", [["before"], None])

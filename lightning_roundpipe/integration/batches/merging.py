@@ -6,6 +6,7 @@ import math
 import numbers
 import sys
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -61,11 +62,14 @@ def _merge_containers(values: list[Any], sizes: Sequence[int], weights: Sequence
         return rebuild(first, list(chain.from_iterable(values)))
     children = [children_of(value) or [] for value in values]
     names = [{name for name, _ in entries} for entries in children]
-    if any(other != names[0] for other in names):
+    common = min(names, key=len)
+    # Beside its fields a dataclass may have what was computed in some micro-batches only.
+    if not all(common <= other if is_dataclass(first) else common == other for other in names):
         return values
+    template = names.index(common)
     by_name = [dict(entries) for entries in children]  # the keys may come in another order
-    merged = [_merge([entries[name] for entries in by_name], sizes, weights) for name, _ in children[0]]
-    return rebuild(first, merged)
+    merged = [_merge([entries[name] for entries in by_name], sizes, weights) for name, _ in children[template]]
+    return rebuild(values[template], merged)
 
 
 def _are_of_samples(lengths: Sequence[int], sizes: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +26,15 @@ class Frozen:
 
 def rows(count: int, *shape: int) -> torch.Tensor:
     return torch.arange(count * max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(count, *shape)
+
+
+@dataclass
+class Computes:
+    x: torch.Tensor
+
+    @functools.cached_property
+    def double(self) -> torch.Tensor:
+        return 2 * self.x
 
 
 def merge2(*outputs: Any, sizes: tuple[int, ...] = (3, 2), weights: tuple[float, ...] = (3.0, 2.0)) -> Any:
@@ -162,3 +172,13 @@ def test_numpy_outputs() -> None:
     assert merge2(np.ones((3, 2)), np.zeros((2, 2))).shape == (5, 2)
     assert merge2(np.float32(1.0), np.float32(2.0)) == pytest.approx(1.4)
     assert_identical(merge2(np.ones(4), np.ones(4)), np.ones(4))
+
+
+@pytest.mark.parametrize("computing", [(0,), (1,), (0, 1)])
+def test_what_some_micro_batches_have_computed_for_a_dataclass(computing: tuple[int, ...]) -> None:
+    outputs = Computes(rows(3)), Computes(rows(2))
+    for index in computing:
+        assert len(outputs[index].double) == 3 - index
+    merged = merge2(*outputs)
+    assert_identical(merged.x, torch.cat([rows(3), rows(2)]))
+    assert_identical(merged.double, 2 * merged.x)
