@@ -206,17 +206,13 @@ def _is_instance_of_dataclass(value: Any) -> bool:
 
 
 def _fields_of(instance: Any) -> list[str]:
-    """The attributes that are entries: of a dataclass its fields, and what else has been put on it that may hold rows
-    or tensors, such as masks that ``__post_init__`` makes."""
+    """The attributes that are entries: of a dataclass its fields, and other tensors and arrays that have been put on
+    it, such as masks that ``__post_init__`` makes."""
     if isinstance(instance, _WITH_ATTRIBUTES):
         return list(vars(instance))
     names = [field.name for field in fields(instance) if hasattr(instance, field.name)]
     others = getattr(instance, "__dict__", {}).items()
-    return [*names, *(name for name, value in others if name not in names and _may_hold_tensors(value))]
-
-
-def _may_hold_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict)) or hasattr(value, "__array__")
+    return [*names, *(name for name, value in others if name not in names and hasattr(value, "__array__"))]
 
 
 def _with_fields(template: Any, names: Sequence[str], entries: Sequence[Any]) -> Any:

@@ -35,8 +35,9 @@ class Derived:
     tensor: Any
 
     def __post_init__(self) -> None:
-        self.all = [self.tensor, Y]
-        self.other = object()
+        self.mask = Y
+        self.cache = {"self": self}
+        self.names = [self.tensor]
 
 
 class Registered:
@@ -67,7 +68,6 @@ OPENED: dict[str, tuple[Any, list[Any]]] = {
     "named tuple": (Pair(X, (Y, 2)), [X, Y, 2]),
     "return type": (torch.max(torch.eye(2), dim=0), list(torch.max(torch.eye(2), dim=0))),
     "dataclass": (Frozen(X), [X, 3]),
-    "dataclass with attributes": (Derived(X), [X, X, Y]),
     "registered": (Registered([X]), [X]),
     "mapping of the user's class": (UserDict(x=X), [X]),
     "list of the user's class": (OwnList([X]), [X]),
@@ -98,6 +98,17 @@ def test_a_tree_is_made_again_of_its_leaves(tree: Any, wanted: list[Any]) -> Non
     assert type(made) is type(tree)
     assert trees.leaves_of(made) == others
     assert are_same(trees.leaves_of(tree), wanted)  # the original is as it was
+
+
+def test_tensors_that_a_dataclass_has_beside_its_fields_are_leaves() -> None:
+    leaves: list[Any] = []
+    derived = Derived(X)
+    structure = trees.flatten(derived, leaves)
+    assert are_same(leaves, [X, Y])
+    made = trees.unflatten(structure, [Y, X])
+    assert are_same([made.tensor, made.mask], [Y, X])
+    assert are_same([derived.tensor, derived.mask], [X, Y])
+    assert made.cache is derived.cache
 
 
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)

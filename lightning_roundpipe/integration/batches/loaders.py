@@ -145,7 +145,6 @@ def _joined(sources: Iterable[BatchSource], is_joined: bool) -> BatchSource:
     same = all(other.sizes[:1] == first.sizes[:1] for other in others)
     return BatchSource(
         sizes=first.sizes if same else (),
-        usual_size=first.sizes[0] if same and first.sizes else None,
         is_collated=all(source.is_collated for source in (first, *others)),
         may_be_collated=any(source.may_be_collated for source in (first, *others)),
         is_joined=is_joined,

@@ -65,7 +65,6 @@ class BatchSource:
 
     Attributes:
         sizes: numbers of samples that its DataLoader may have put into it, the usual one first; empty if unknown.
-        usual_size: of the batches of that DataLoader, None if unknown.
         is_collated: whether it is as torch's ``default_collate`` has made it: every sequence holds columns.
         may_be_collated: whether its ``collate_fn`` calls ``default_collate`` among other things, which makes lists of
             columns.
@@ -74,7 +73,6 @@ class BatchSource:
     """
 
     sizes: tuple[int, ...] = ()
-    usual_size: int | None = None
     is_collated: bool = False
     may_be_collated: bool = False
     is_joined: bool = False

@@ -33,7 +33,6 @@ class Batches:
         weights: share of each in means over the batch; they sum to 1.
         loss_weights: factor of each micro-batch's loss: its share, or 1 where losses are sums.
         batch_size: rows of the whole batch, None if it was not split.
-        usual_size: rows of most batches, None if that is not known.
     """
 
     microbatches: tuple[Any, ...]
@@ -41,7 +40,6 @@ class Batches:
     weights: tuple[float, ...]
     loss_weights: tuple[float, ...]
     batch_size: int | None
-    usual_size: int | None = None
 
     def __post_init__(self) -> None:
         self._entries = [dict(part) for part in self.microbatches if isinstance(part, MutableMapping)]
@@ -110,13 +108,13 @@ class BatchSplitter:
                 negative or not a number.
         """
         if self._split is not None:
-            return self._weighed(self._split_by_user(self._split, batch, num_microbatches, source), source)
+            return self._weighed(self._split_by_user(self._split, batch, num_microbatches, source))
         packed = find_packed(batch) if num_microbatches > 1 else None
         if packed is not None and self._cuts_packed:
             # A mean over a row is over its tokens; where labels tell, they weigh.
             in_tokens, predicts_next = self._loss_weight == "auto", self.weights.predicts_next
             split = split_packed(batch, packed, num_microbatches, predicts_next=predicts_next, in_tokens=in_tokens)
-            return self._weighed(split, source)
+            return self._weighed(split)
         if packed is not None:
             self._notices.warn(
                 "packed",
@@ -126,14 +124,13 @@ class BatchSplitter:
                 "off, as it is here in training steps: set model.config.use_cache = False to get the same elsewhere",
                 category=PossibleUserWarning,
             )
-            return self._weighed(MicrobatchSplit((batch,), (1,), 1), source)
+            return self._weighed(MicrobatchSplit((batch,), (1,), 1))
         min_rows = 2 if self._scan.couples_rows else 1  # batch norm refuses a single row
-        return self._weighed(split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held), source)
+        return self._weighed(split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held))
 
-    def _weighed(self, split: MicrobatchSplit, source: BatchSource) -> Batches:
+    def _weighed(self, split: MicrobatchSplit) -> Batches:
         weights, loss_weights = self.weights.of(split.microbatches, split.sizes)
-        usual = source.usual_size
-        return Batches(split.microbatches, split.sizes, weights, loss_weights, split.batch_size, usual)
+        return Batches(split.microbatches, split.sizes, weights, loss_weights, split.batch_size)
 
     def _split_by_user(self, split: Split, batch: Any, num_microbatches: int, source: BatchSource) -> MicrobatchSplit:
         microbatches = _checked(split, split(batch, num_microbatches), batch)

@@ -34,7 +34,7 @@ from .notices import Notices
 
 # Steps of each kind of which the numbers that they leave are looked at.
 _NUM_LOOKS = 3
-_Buffers = dict[str, tuple[torch.Size, Tensor]]  # by name: shape, sample
+Buffers = dict[str, tuple[torch.Size, Tensor]]  # by name: shape, sample
 # What torch says of operands that do not fit.
 _OF_SIZES = ("size", "shape", "dimension")
 
@@ -93,7 +93,7 @@ class BatchHints:
                 "micro-batches out; with num_microbatches=1 the step sees the whole batch",
             )
 
-    def buffers_now(self) -> _Buffers:
+    def buffers_now(self) -> Buffers:
         """Before a training step: what :meth:`look_at_buffers` compares with."""
         if "buffers" in self._notices.given:
             return {}
@@ -104,7 +104,7 @@ class BatchHints:
             if not (isinstance(module, _BatchNorm) or type(module).__module__.startswith("torch.nn."))
         }
 
-    def look_at_buffers(self, before: _Buffers, num_microbatches: int) -> None:
+    def look_at_buffers(self, before: Buffers, num_microbatches: int) -> None:
         """After a training step of several micro-batches."""
         now = self.buffers_now() if before else {}
         changed = [name for name, (shape, sample) in now.items() if name in before and before[name][0] == shape]
@@ -115,7 +115,8 @@ class BatchHints:
                 "buffers",
                 f"training_step, or code that it calls, changes the buffer {changed[0]!r}{others}: once in each of the "
                 f"{num_microbatches} micro-batches, from its rows alone, where plain Lightning changes it once per "
-                "batch. num_microbatches=1 does so, too; or change it in on_train_batch_end, by what the step returns",
+                "batch. With num_microbatches=1 that is so here, too; or change it in on_train_batch_end, by what the "
+                "step returns",
             )
 
     def look_at_numbers(self, kind: str, numbers: Iterable[NumbersLeft], sizes: Sequence[int]) -> None:
@@ -131,8 +132,8 @@ class BatchHints:
                 self._notices.warn(
                     "numbers",
                     f"{kind} leaves a number in self.{name} that depends on the micro-batch ("
-                    f"{', '.join(f'{value:g}' for value in shown)}), and they are not added up. For sums and "
-                    "counts over the batch use self.log(..., reduce_fx='sum') or a metric object of torchmetrics.",
+                    f"{', '.join(f'{value:g}' for value in shown)}), and such numbers are not added up. For sums "
+                    "and counts over the batch use self.log(..., reduce_fx='sum') or a metric object of torchmetrics.",
                 )
 
 

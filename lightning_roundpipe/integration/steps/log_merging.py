@@ -138,14 +138,10 @@ class LogCapture:
 
 
 def _is_of_the_batch(given: Sequence[int], batches: Batches) -> bool:
-    """Whether a ``batch_size`` that is logged is a constant: that of the whole batch, or 1 beside more rows. Counts of
-    tokens are as large, and those of micro-batches with as many rows as each other may be equal."""
-    most = max(batches.sizes)
+    """Whether a ``batch_size`` that is logged is a constant: that of the whole batch, or 1 beside more rows."""
     if batches.batch_size is None or len(set(given)) > 1:
         return False
-    if given[0] > most and batches.usual_size is not None and len(set(batches.sizes)) == 1:
-        return given[0] in (batches.batch_size, batches.usual_size)
-    return given[0] >= batches.batch_size > most or given[0] == 1 < most
+    return given[0] >= batches.batch_size > max(batches.sizes) or given[0] == 1 < max(batches.sizes)
 
 
 def _place_of_call() -> str:

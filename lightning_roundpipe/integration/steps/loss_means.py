@@ -36,8 +36,8 @@ class LossMeans:
         self._notices = notices
 
     @contextlib.contextmanager
-    def watching(self, weights: Sequence[float]) -> Iterator[None]:
-        """Around the run of a training step whose micro-batches have these weights."""
+    def watching(self, weights: Sequence[float], sizes: Sequence[int]) -> Iterator[None]:
+        """Around the run of a training step whose micro-batches have these weights, and so many rows."""
         if self._num_left == 0 or len(weights) < 2 or math.fsum(weights) > 1.5:  # sums
             yield
             return
@@ -45,8 +45,9 @@ class LossMeans:
         counts: list[list[float]] = [[] for _ in weights]
         with attribute_set(F, "cross_entropy", _counting(F.cross_entropy, counts)):
             yield
-        for of_one_call in zip(*counts, strict=False):
-            self._compare(of_one_call, weights)
+        if [len(of_one) for of_one in counts] != list(sizes):  # one call for each sample: it is a mean over these
+            for of_one_call in zip(*counts, strict=False):
+                self._compare(of_one_call, weights)
 
     def _compare(self, counts: Sequence[float], weights: Sequence[float]) -> None:
         total = sum(counts)
@@ -59,7 +60,7 @@ class LossMeans:
         self._notices.warn(
             "loss means",
             f"a cross_entropy of training_step is a mean over {shown} labels in the micro-batches, which weigh as if "
-            f"it were {given}: the loss and its gradients are not those of the whole batch. Give the number of labels: "
+            f"it were {given}: the loss may not be that of the whole batch. Give the number of labels: "
             "RoundPipeStrategy(loss_weight=function from a micro-batch to it). If that is not what the whole loss is a "
             "mean over, loss_weight='samples' keeps this quiet",
         )
@@ -73,21 +74,22 @@ def _counting(original: Any, counts: list[list[float]]) -> Any:
         result = original(*args, **kwargs)
         state = None if torch.compiler.is_compiling() else current()
         if state is not None and not state.is_recomputing and isinstance(result, Tensor) and result.requires_grad:
-            counts[state.index].append(_num_labels(*args, **kwargs))
+            counts[state.index].append(_num_labels(*args, **kwargs) if result.ndim == 0 else 0.0)
         return result
 
     return cross_entropy
 
 
 def _num_labels(*args: Any, **kwargs: Any) -> float:
-    """How many labels a call's result is a mean over; 0 if it is none, or a transform of torch hides them."""
-    given = _ARGUMENTS.bind(*args, **kwargs)
-    given.apply_defaults()
-    target, weight = given.arguments["target"], given.arguments["weight"]
-    if given.arguments["reduction"] != "mean" or target.is_floating_point():
-        return 0.0
+    """How many labels a call's result is a mean over; 0 if it is none, if a transform of torch hides them, or if a
+    function of the user has taken the place of that of torch."""
     try:
+        given = _ARGUMENTS.bind(*args, **kwargs)
+        given.apply_defaults()
+        target, weight = given.arguments["target"], given.arguments["weight"]
+        if given.arguments["reduction"] != "mean" or target.is_floating_point():
+            return 0.0
         labels = target.detach()[target != given.arguments["ignore_index"]]
         return float(labels.numel() if weight is None else weight.detach()[labels].sum())
-    except RuntimeError:  # of vmap
+    except (RuntimeError, TypeError, KeyError):
         return 0.0

@@ -9,10 +9,10 @@ The micro-batches of a step run ``training_step`` side by side. What it does for
   ``loss.backward()`` does the same, if a unit has made the loss; as in plain Lightning it has no hooks and no scaling.
 - ``step`` of optimizers and schedulers, ``toggle_optimizer``, ``clip_gradients`` and the like: the first micro-batch's
   call, on the thread of the Trainer. A closure is called by all micro-batches; its result is their weighted mean.
-- So are the methods that the class of an optimizer adds to those of torch (``first_step``).
+- So are ``first_step`` and ``second_step``, the halves of the step of an optimizer like SAM.
 - So are ``step`` and the like of optimizers, schedulers and ``GradScaler`` objects that are attributes of the module,
-  but not from ``configure_optimizers``; and of other objects that hold an optimizer, and step without arguments: those
-  that set a learning rate by themselves.
+  but not from ``configure_optimizers``; and of other objects that hold an optimizer and no module, and whose ``step``
+  has no parameters: those that set a learning rate by themselves.
 - ``zero_grad`` is deferred to the next barrier: it often stands between a forward and its backward, and to stop there
   would cut the step in two. A micro-batch that is alone need not wait, and may write gradients of its own then.
 
@@ -25,7 +25,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from types import FunctionType
+from types import MethodType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -48,6 +48,7 @@ from .ranks import RankSteps
 # Methods and functions that concern the whole batch.
 _OPTIMIZER_METHODS = ("step", "zero_grad")
 _SCHEDULER_METHODS = ("step",)
+_HALF_STEPS = ("first_step", "second_step")
 _SCALER_METHODS = ("unscale_", "step", "update")
 _MODULE_METHODS = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 _CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
@@ -241,7 +242,7 @@ def _own_helpers(path: str, module: pl.LightningModule, known: set[int]) -> Iter
 def _methods_of(helper: Any) -> tuple[str, ...]:
     """The methods of an optimizer, or another object, that concern the whole batch; see [Note: manual optimization]."""
     if isinstance(helper, torch.optim.Optimizer):
-        return (*_OPTIMIZER_METHODS, *_added_methods(type(helper)))
+        return (*_OPTIMIZER_METHODS, *(name for name in _HALF_STEPS if hasattr(helper, name)))
     for kinds, names in _OWN_KINDS:
         if isinstance(helper, kinds):
             return names
@@ -249,21 +250,13 @@ def _methods_of(helper: Any) -> tuple[str, ...]:
 
 
 def _is_around_optimizer(helper: Any) -> bool:
-    """Whether an object that is no module holds an optimizer, and has a ``step`` that needs no arguments."""
+    """Whether an object holds an optimizer and no module, and has a ``step`` without parameters."""
     held = () if isinstance(helper, nn.Module) else getattr(helper, "__dict__", {}).values()
-    step = getattr(helper, "step", None) if any(isinstance(one, torch.optim.Optimizer) for one in held) else None
-    if not callable(step):
+    if not any(isinstance(one, torch.optim.Optimizer) for one in held):
         return False
-    parameters = inspect.signature(step).parameters.values()
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-
-
-def _added_methods(kind: type[torch.optim.Optimizer]) -> dict[str, None]:
-    """What a class of optimizers has that those of torch do not have."""
-    own = (base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "lightning.")))
-    added = (name for base in own for name, value in vars(base).items() if isinstance(value, FunctionType))
-    known = {*_OPTIMIZER_METHODS, *dir(torch.optim.Optimizer)}
-    return dict.fromkeys(name for name in added if not (name.startswith("_") or name in known))
+    step = getattr(helper, "step", None)
+    has_none = isinstance(step, MethodType) and not inspect.signature(step).parameters
+    return has_none and not any(isinstance(one, nn.Module) for one in held)
 
 
 def _without_closure(

@@ -172,7 +172,11 @@ class Steps:
                 reduction=reduction,
                 is_trained=self._is_trained,
             )
-            means = self._loss_means.watching(batches.loss_weights) if is_training else contextlib.nullcontext()
+            means = (
+                self._loss_means.watching(batches.loss_weights, batches.sizes)
+                if is_training
+                else contextlib.nullcontext()
+            )
             with self._final_if_sent(reduction), means:
                 result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
             self._guard.hints.look_at_numbers(name, result.numbers_left, batches.sizes)

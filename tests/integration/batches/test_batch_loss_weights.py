@@ -212,25 +212,13 @@ def test_a_batch_size_that_is_logged_may_be_that_of_the_batch() -> None:
     assert plain.trainer.logged_metrics["constant"] != plain.trainer.logged_metrics["rows"]
 
 
-def test_a_batch_size_that_is_logged_may_count_tokens() -> None:
-    """In micro-batches of two rows there are as many in each, and more than the batch has rows."""
-
-    class Logs(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("tokens", loss, batch_size=batch[0].numel(), on_step=False, on_epoch=True)
-            return loss
-
-    plain, ours = compare(Logs, make_loader(21), ours={"num_microbatches": 4})
-    assert_alike(dict(ours.trainer.logged_metrics), dict(plain.trainer.logged_metrics))
-
-
 # name: (arguments of cross_entropy, micro-batches, options, whether it is warned of)
 MEANS: dict[str, tuple[dict[str, Any], int, dict[str, Any], bool]] = {
     "padding": ({"ignore_index": 0}, 3, {}, True),
     "weights of classes": ({"weight": torch.tensor([1.0, 2.0, 3.0])}, 3, {}, True),
     "all rows": ({}, 3, {}, False),
     "a sum": ({"ignore_index": 0, "reduction": "sum"}, 3, {}, False),
+    "each sample by itself": ({}, 3, {}, False),
     "the whole batch": ({"ignore_index": 0}, 1, {}, False),
     "chosen": ({"ignore_index": 0}, 3, {"loss_weight": "samples"}, False),
 }
@@ -242,7 +230,12 @@ def test_means_over_something_else_than_what_weighs_are_warned_of(name: str) -> 
 
     class Masks(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return F.cross_entropy(self(batch[0]), batch[1], **arguments)
+            if name != "each sample by itself":
+                return F.cross_entropy(self(batch[0]), batch[1], **arguments)
+            outputs = self(batch[0])
+            return torch.stack(
+                [F.cross_entropy(o.expand(y + 1, -1), y.expand(y + 1)) for o, y in zip(outputs, batch[1], strict=True)]
+            ).mean()
 
     trainer = make_trainer(num_microbatches=num_microbatches, options=options, max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
