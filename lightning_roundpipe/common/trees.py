@@ -234,6 +234,27 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from tensors_in(entry, path + suffix)
 
 
+def are_equal(left: Any, right: Any) -> bool:
+    """Whether two values, or what nested containers hold, are equal; tensors may be on different devices."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if (left.shape, left.dtype, left.layout) != (right.shape, right.dtype, right.layout):
+            return False
+        return left.layout is torch.strided and torch.equal(left, right.to(left.device))
+    if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
+        return False
+    entries, others = children_of(left), children_of(right)
+    if entries is not None and others is not None:
+        is_alike = [name for name, _ in entries] == [name for name, _ in others]
+        return is_alike and all(are_equal(x, y) for (_, x), (_, y) in zip(entries, others, strict=True))
+    try:
+        same = left == right
+        return bool(same.all() if hasattr(same, "all") else same)
+    except Exception:  # a user class may define == in any way, also so that it fails
+        return False
+
+
 def mapped(
     value: Any,
     change: Callable[[Tensor], Tensor] = lambda tensor: tensor,

@@ -30,11 +30,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..common.attributes import MISSING, Attributes, assign, is_container, read
-from ..common.trees import children_of, tensors_in
+from ..common.trees import are_equal, tensors_in
 from .hook_state import held_by_hooks
 from .outputs import brought_home, is_integer
 
@@ -163,7 +162,7 @@ class CollectedLists:
                 continue
             ids = tuple(map(id, found))
             is_anew = 1 < len(overlays) == len(set(ids)) and not _is_of_the_step(found)
-            if is_anew and not all(_are_equal(last, one) for one in found):
+            if is_anew and not all(are_equal(last, one) for one in found):
                 if ids not in merged:
                     merged[ids] = copy.copy(last)
                     merged[ids].clear()
@@ -329,18 +328,6 @@ def _collect_dict(original: dict[Any, Any], copies: list[dict[Any, Any]], merge:
             changed = brought_home(changed)
             is_merged = len(changed) == len(copies) and not all(map(is_integer, changed))
             original[key] = merge(changed) if is_merged else changed[-1]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether both are made of equal values, which do not depend on the micro-batch then."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        is_alike = (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
-        return is_alike and one.layout is torch.strided and torch.equal(one, other.to(one.device))
-    entries, others = children_of(one), children_of(other)
-    if entries is None or others is None:
-        return type(one) is type(other) and one == other
-    names = [name for name, _ in entries] == [name for name, _ in others]
-    return names and all(_are_equal(a, b) for (_, a), (_, b) in zip(entries, others, strict=True))
 
 
 def _is_of_the_step(found: Sequence[Any]) -> bool:

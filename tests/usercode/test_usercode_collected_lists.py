@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,6 +126,19 @@ def test_constants_that_each_micro_batch_makes_stay_as_they_are(value: Any) -> N
     lists.collect(overlays, merge)
     assert overlays[-1][id(module), "found"][1] is found[-1]
     assert_identical(found[-1], value)
+
+
+def test_arrays_in_lists_that_all_micro_batches_assign() -> None:
+    module = nn.Module()
+    module.found = None
+    for first, second, expected in (([0, 1], [2, 3], [0, 1, 2, 3]), ([0, 1], [0, 1], [0, 1])):
+        lists = CollectedLists([module])
+        overlays = [{(id(module), "found"): (module, [np.array(rows)])} for rows in (first, second)]
+        for _ in overlays:
+            lists.copies()
+        lists.collect(overlays, merge)
+        (kept,) = overlays[-1][id(module), "found"][1]
+        assert kept.tolist() == expected
 
 
 @pytest.mark.parametrize("before", [["before"], None])

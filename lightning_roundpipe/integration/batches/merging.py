@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...common.trees import children_of, rebuild
+from ...common.trees import are_equal, children_of, rebuild
 from .nodes import is_array, is_sequence, rows_of
 
 
@@ -53,7 +53,7 @@ def _merge(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) ->
         return _mean(values, weights)
     if children_of(first) is not None and all(type(value) is type(first) for value in values):
         return _merge_containers(values, sizes, weights)
-    return first if all(_equal(first, value) for value in values) else values
+    return first if all(are_equal(first, value) for value in values) else values
 
 
 def _merge_containers(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
@@ -129,20 +129,3 @@ def _mean(values: list[Any], weights: Sequence[float]) -> Any:
     dtype = torch.float32 if template.dtype.itemsize < 4 else template.dtype
     terms = [torch.as_tensor(value).to(template.device, dtype) * weight for value, weight in weighted]
     return torch.stack(terms).sum().to(template.dtype)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if (left.shape, left.dtype, left.layout) != (right.shape, right.dtype, right.layout):
-            return False
-        return left.layout is torch.strided and torch.equal(left, right.to(left.device))
-    if type(left) is not type(right):
-        return False
-    if is_array(left):
-        return left.shape == right.shape and bool((left == right).all())
-    try:
-        return bool(left == right)
-    except Exception:  # a user class may define == in any way, also so that it fails
-        return False

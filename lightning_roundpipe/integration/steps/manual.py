@@ -224,7 +224,8 @@ class ManualOptimization:
 
 
 def _own_helpers(path: str, module: pl.LightningModule, known: set[int]) -> Iterator[_Followed]:
-    """Optimizers, schedulers and gradient scalers that are attributes of a module, alone or in lists and dicts.
+    """Optimizers and objects around one, schedulers, gradient scalers: attributes of a module, alone or in lists and
+    dicts.
 
     Args:
         known: ids of objects to be left out; those that are found are added.
