@@ -26,6 +26,7 @@ _CUDA_GRAPH_MODES = ("max-autotune", "reduce-overhead")
 
 REDUCE_DTYPES = (None, "bf16")
 OPTIMIZER_OVERLAPS = ("exact", "off", "stale")
+CHECKS_OF_SPLIT = ("exact", "warn", "error", "off")
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,11 @@ class RoundPipeOptions:
     stale_after_steps: int = 0
     shard_optimizer: bool = False
     reduce_dtype: str | None = None
+    check_split: str = "exact"
 
     def __post_init__(self) -> None:
+        if self.check_split not in CHECKS_OF_SPLIT:
+            raise ValueError(f"check_split={self.check_split!r}: use one of {', '.join(map(repr, CHECKS_OF_SPLIT))}")
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype={self.reduce_dtype!r}: use 'bf16', or None (the dtype of the weights)")
         if self.optimizer_overlap not in OPTIMIZER_OVERLAPS:

@@ -54,16 +54,18 @@ class Draws:
 
 
 @functools.cache
-def _is_random(func: Any) -> bool:
+def is_random(func: Any) -> bool:
+    """Whether an operator may draw."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @functools.cache
-def _takes_generator(func: Any) -> bool:
+def takes_generator(func: Any) -> bool:
+    """Whether an operator has a ``generator`` argument."""
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Fused attention counts as random whether it drops anything or not."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
@@ -97,7 +99,7 @@ class PrivateRandomness(ThreadsDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_random(func) or _drops_nothing(func, args, kwargs):
+        if not is_random(func) or drops_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         if not self._is_on_host(args, kwargs):
             self.draws = replace(self.draws, gpu=True)
@@ -106,7 +108,7 @@ class PrivateRandomness(ThreadsDispatchMode):
         if any(isinstance(arg, torch.Generator) for arg in args):
             return func(*(self._generator if isinstance(arg, torch.Generator) else arg for arg in args), **kwargs)
         # The user's own generator would move on twice.
-        if _takes_generator(func) or kwargs.get("generator") is not None:
+        if takes_generator(func) or kwargs.get("generator") is not None:
             return func(*args, **{**kwargs, "generator": self._generator})
         with self._exclusive():
             default = torch.default_generator

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..common import trees
 from ..common.attributes import assign, read
 from ..common.graphs import has_saved_tensor_hooks
-from ..common.seeds import derive_seed
 from ..usercode.collected_lists import Attribute
 from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
@@ -167,7 +166,7 @@ def _of_master(
 
 
 def _seed(context: UnitContext, call: Call) -> int:
-    return derive_seed(context.state.seed, context.state.index, call.index)
+    return context.state.seed_of(call.index)
 
 
 def _forward_seeded(

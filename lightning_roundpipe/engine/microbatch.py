@@ -90,9 +90,10 @@ class Microbatch:
         self.pending = PendingGradients(self._loose, self._activations)
         self._books = ActivationBooks(self._activations)
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
+        compiler = None if request.is_trial else resources.compiler
         self._context = UnitContext(
-            state, step.lock, anchor, self._activations, weights, request.meets, resources.compiler, InsideUnit(state),
-        )  # fmt: skip
+            state, step.lock, anchor, self._activations, weights, request.meets, compiler, InsideUnit(state)
+        )
         self._has_lane = False  # in a backward that runs user code
         self.begin_segment(schedule_index, segment)
         self.device = self._pool[self._gate.device_of(Action(0, schedule_index))]

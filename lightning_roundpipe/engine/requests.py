@@ -15,7 +15,6 @@ from ..planning.schedule import Schedule
 from ..planning.timeline import Timeline
 from ..ranks.reduction import StepReduction
 from ..usercode.collected_lists import Merge
-from ..usercode.outputs import NumbersLeft
 from ..weights.units import Unit
 
 
@@ -36,6 +35,7 @@ class StepRequest:
             ``weights`` are not used.
         reduction: adds the gradients up over ranks while the backward goes on; None where that is not to be done.
         is_trained: whether a tensor that is no parameter is trained like one.
+        is_trial: whether the step is only tried: its micro-batches draw the same numbers, and units run as they are.
     """
 
     function: Callable[[Any], Any]
@@ -49,6 +49,7 @@ class StepRequest:
     meets: bool = False
     reduction: StepReduction | None = None
     is_trained: Callable[[Tensor], bool] = lambda tensor: False
+    is_trial: bool = False
 
     @property
     def training(self) -> bool:
@@ -79,8 +80,6 @@ class StepResult:
         peak_memory_bytes: per device, the most bytes of tensors on it at a time, since the process began; None if it
             is not known.
         replanned: whether the next step has another plan.
-        numbers_left: on modules, of which each micro-batch has left its own, see [Note: numbers that are left] in
-            :mod:`usercode.outputs`.
     """
 
     outputs: list[Any]
@@ -96,7 +95,6 @@ class StepResult:
     saved_bytes: int = 0
     peak_memory_bytes: tuple[int | None, ...] = ()
     replanned: bool = False
-    numbers_left: list[NumbersLeft] = field(default_factory=list)
 
     @functools.cached_property
     def timeline(self) -> Timeline:

@@ -26,7 +26,6 @@ from ..planning.timeline import Timeline
 from ..usercode.collected_lists import CollectedLists
 from ..usercode.lock import UserCodeLock, UserCodeState
 from ..usercode.loose_parameters import LooseParameters
-from ..usercode.outputs import numbers_left
 from ..weights.events import tell
 from ..weights.gradients import GradientStore
 from ..weights.placement import Loader
@@ -53,7 +52,8 @@ class Step:
         shared = resources.exempt, failure.aborted.is_set, resources.switches, resources.draws_foreign
         self._lock = UserCodeLock(*shared) if trace is None else TracedUserCodeLock(trace, *shared)
         count, autocast_device = len(request.microbatches), request.autocast_device
-        self._states = [UserCodeState(i, request.seed, autocast_device) for i in range(count)]
+        stream = 0 if request.is_trial else None
+        self._states = [UserCodeState(i, request.seed, autocast_device, stream=stream) for i in range(count)]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
             state.on_late_code = resources.backward_runs_user_code.set
@@ -126,7 +126,6 @@ class Step:
             self._result.saved_bytes = sum(thread.saved_bytes for thread in threads)
             self._check_devices()
             overlays = [state.overlay for state in self._states]
-            self._result.numbers_left = numbers_left(overlays)
             if self._request.merge is not None:
                 lists.collect(overlays, self._request.merge)
             succeeded = True

@@ -41,7 +41,7 @@ Attribute = tuple[Any, str, Any]  # module or another place, see common.attribut
 # Merges what the micro-batches have put in one place; told ``given_at_once=True`` of lists that have extended a list.
 Merge = Callable[..., Any]
 # Of torch and Lightning, which look after them.
-_NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers"])
+NOT_OF_USERS = frozenset([*vars(nn.Module()), "_param_requires_grad_state", "_fabric_optimizers", "_metric_attributes"])
 # Entries that a list or dict has at most if lists and dicts in it are collected as well. Vocabularies have more.
 _MOST_LOOKED_INTO = 64
 
@@ -50,7 +50,7 @@ def containers_of(modules: Iterable[nn.Module]) -> Iterator[Attribute]:
     """The lists and dicts in attributes of these modules."""
     for module in modules:
         for name, value in module.__dict__.items():
-            if is_container(value) and name not in _NOT_OF_USERS:
+            if is_container(value) and name not in NOT_OF_USERS:
                 yield module, name, value
 
 
@@ -158,7 +158,7 @@ class CollectedLists:
         merged: dict[tuple[int, ...], Any] = {}  # several attributes may hold one
         for key, (module, last) in overlays[-1].items():
             found = [overlay[key][1] for overlay in overlays if key in overlay]
-            if key[0] not in self._modules or key[1] in _NOT_OF_USERS or not all(map(is_container, found)):
+            if key[0] not in self._modules or key[1] in NOT_OF_USERS or not all(map(is_container, found)):
                 continue
             ids = tuple(map(id, found))
             is_anew = 1 < len(overlays) == len(set(ids)) and not _is_of_the_step(found)

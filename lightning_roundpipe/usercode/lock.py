@@ -51,6 +51,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
+from ..common.seeds import derive_seed
 from ..common.thread_locals import AutogradLocal
 from ..weights.attributes import note_left
 from .collected_lists import Copies, content, follow
@@ -65,7 +66,7 @@ class UserCodeState:
     """What belongs to one micro-batch while it runs user code."""
 
     index: int
-    seed: int
+    seed: int  # of the step
     autocast_device: str = "cpu"  # device type of autocast, that of the GPUs if there are any
     overlay: Attributes = field(default_factory=dict)  # its values of attributes, valid while another one has the lock
     copies: Copies = field(default_factory=Copies)  # the lists and dicts of its own
@@ -85,6 +86,12 @@ class UserCodeState:
     recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     # Called when user code wants something in the backward: a checkpoint, a hook on a tensor.
     on_late_code: Callable[[], None] = lambda: None
+    # Micro-batches that are to draw the same numbers have one stream; None is one for each.
+    stream: int | None = None
+
+    def seed_of(self, place: int) -> int:
+        """Of what is drawn in the call with the index ``place``, or in user code (-1)."""
+        return derive_seed(self.seed, self.index if self.stream is None else self.stream, place)
 
 
 class UserCodeLock:
@@ -268,7 +275,7 @@ class UserCodeLock:
         self._switch_off()
         for (_, name), (module, value) in state.overlay.items():
             assign(module, name, value)
-        self._generators.show(state.index, state.seed)
+        self._generators.show(state.index, state.seed_of)
         self._current = state
 
     def _switch_off(self) -> None:
@@ -289,7 +296,7 @@ class UserCodeLock:
     @contextlib.contextmanager
     def recording(self, state: UserCodeState) -> Iterator[None]:
         """While open, the micro-batch runs alone: afterwards it is known which generators it draws from."""
-        with self._generators.watching(state.index, state.seed):
+        with self._generators.watching(state.index, state.seed_of):
             yield
             self._switch_off()
 

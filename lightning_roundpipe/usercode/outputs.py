@@ -10,31 +10,19 @@ attributes and lists of modules when the step ends::
       send                {"loss": x', "rows": y'}    detached; a download of each begins
       ... backward, other micro-batches ...
       arrive              {"loss": x", "rows": y"}    on the host, after a wait for the downloads
-
-[Note: numbers that are left]
-Numbers that micro-batches leave on modules are not added up. Of those in an attribute, and of integers in a dict, the
-last one stays. Integers that are appended to a list become the list of them if they differ; floats in lists and dicts
-are averaged, see [Note: collected lists] in :mod:`collected_lists`. Who sums up or counts rows is told, see
-[Note: whole batches] in :mod:`integration.steps.hints`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..common.attributes import Attributes, is_container, read
 from ..common.trees import mapped
 from ..devices.device import Device
 from ..devices.transfer import Transfer
-
-# Module, place, what was there before the step, one value per micro-batch.
-NumbersLeft = tuple[nn.Module, str, Any, list[Any]]
-# Entries that a dict has at most if it is looked into.
-_MOST_ENTRIES = 64
 
 
 class Results:
@@ -92,38 +80,6 @@ def without_graph(value: Any) -> Any:
     if value.retains_grad:
         kept.grad = brought_home(value.grad)
     return kept
-
-
-def numbers_left(overlays: Sequence[Attributes]) -> list[NumbersLeft]:
-    """Attributes to which each micro-batch has assigned a number, or a tensor of one; entries of dicts and lists to
-    which each has given an integer.
-
-    Comes between :meth:`UserCodeLock.suspend` and :meth:`CollectedLists.collect`.
-    """
-    found: list[NumbersLeft] = []
-    for key, (module, _) in overlays[0].items():
-        values = [overlay[key][1] for overlay in overlays if key in overlay]
-        if len(values) == len(overlays) > 1:
-            before = read(module, key[1])
-            found += [(module, key[1] + place, old, numbers) for place, old, numbers in _numbers_in(before, values)]
-    return found
-
-
-def _numbers_in(before: Any, values: list[Any]) -> Iterator[tuple[str, Any, list[Any]]]:
-    if all(map(is_number, values)):
-        yield "", before, values
-    elif all(isinstance(value, dict) and is_container(value) and len(value) <= _MOST_ENTRIES for value in values):
-        for key in values[-1]:
-            given = [value.get(key) for value in values]
-            old = before.get(key) if isinstance(before, dict) else None
-            if all(map(is_integer, given)) and any(one is not old for one in given):
-                yield f"[{key!r}]", old, given
-    elif all(isinstance(value, list) for value in values):
-        start = len(before) if isinstance(before, list) else 0
-        if all(len(value) == start + 1 and not getattr(value, "chunks", ()) for value in values):
-            given = [value[-1] for value in values]
-            if all(map(is_integer, given)):
-                yield "[-1]", None, given
 
 
 def is_number(value: Any) -> bool:

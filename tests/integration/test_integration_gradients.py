@@ -29,6 +29,8 @@ class Counts(L.Callback):
 
         def counting(store: GradientStore) -> dict[Any, Tensor]:
             gradients = take(store)
+            if not gradients:  # a step that was only tried
+                return gradients
             self.old.append(sum(gradient.nbytes for known in self._known if (gradient := known()) is not None))
             self.new.append(sum(gradient.nbytes for gradient in gradients.values()))
             self._taken |= {gradient.data_ptr() for gradient in gradients.values()}
@@ -80,7 +82,7 @@ def test_training_step_finds_the_old_gradients(bytes_left: Any) -> None:
             wanted.append([float(p.grad.norm()) for p in self.parameters()])
 
     wanted: list[list[float]] = []
-    assert bytes_left(Reads, num_microbatches=4) == [0.0] * 3
+    assert bytes_left(Reads, num_microbatches=4, options={"check_split": "off"}) == [0.0] * 3
     assert norms == [[]] * 4 + [norm for norm in wanted[:-1] for _ in range(4)]
 
 

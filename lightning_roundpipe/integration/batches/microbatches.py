@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.trees import mapped, rebuild
+from ...common.trees import mapped, rebuild, tensors_in
 from .nodes import Node
 from .reading import UNKNOWN, BatchSource, BatchSplitError, Reading, Role, read_batch
+
+# Entries of a tensor that are counted.
+_MOST_COUNTED = 2**20
+_IGNORED = -100
 
 
 class MicrobatchSplit(NamedTuple):
@@ -68,6 +72,38 @@ def split_batch(
     starts = tuple(accumulate(sizes[:-1], initial=0))
     parts = _cut(reading.root, reading, tuple(zip(starts, sizes, strict=True)))
     return MicrobatchSplit(tuple(parts), sizes, reading.rows)
+
+
+def split_two(
+    batch: Any, num_microbatches: int, *, min_rows: int, source: BatchSource, held: dict[str, Role] | None
+) -> tuple[Any, MicrobatchSplit] | None:
+    """The rows of two of these micro-batches, neighbours that differ most in what they have of labels and masks,
+    together and one by one; None if there is only one micro-batch.
+
+    Args and Raises:
+        as of :func:`split_batch`.
+    """
+    microbatches, sizes, _ = split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held)
+    if len(sizes) < 2:
+        return None
+    reading = read_batch(batch, source, held)
+    contents = [*map(_content_of, microbatches)]
+    index = max(range(len(sizes) - 1), key=lambda index: _distance(*contents[index : index + 2]))
+    start, (first, second) = sum(sizes[:index]), sizes[index : index + 2]
+    (together,) = _cut(reading.root, reading, ((start, first + second),))
+    parts = _cut(reading.root, reading, ((start, first), (start + first, second)))
+    return together, MicrobatchSplit(tuple(parts), (first, second), first + second)
+
+
+def _content_of(microbatch: Any) -> list[float]:
+    """Of each small tensor how many entries are neither 0 nor the label that losses leave out."""
+    tensors = [x for _, x in tensors_in(microbatch) if x.layout is torch.strided and x.numel() <= _MOST_COUNTED]
+    return [float(((x != 0) & (x != _IGNORED)).sum()) for x in tensors if not x.is_meta]
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    """How much two micro-batches differ in what they have."""
+    return sum(abs(x - y) / max(x + y, 1.0) for x, y in zip(one, other, strict=False))
 
 
 def batch_rows(batch: Any, source: BatchSource = UNKNOWN) -> int | None:

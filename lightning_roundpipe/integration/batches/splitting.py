@@ -18,9 +18,9 @@ from ..steps.notices import Notices
 from .loaders import Readings
 from .loss_weight import LossWeights, name_of
 from .merging import merge_outputs
-from .microbatches import MicrobatchSplit, batch_rows, split_batch
-from .packed import find_packed, split_packed
-from .reading import BatchSource, Role
+from .microbatches import MicrobatchSplit, batch_rows, split_batch, split_two
+from .packed import Packed, find_packed, split_packed
+from .reading import UNKNOWN, BatchSource, Role
 
 Split = Callable[[Any, int], Any]
 
@@ -108,13 +108,10 @@ class BatchSplitter:
                 negative or not a number.
         """
         if self._split is not None:
-            return self._weighed(self._split_by_user(self._split, batch, num_microbatches, source))
+            return self.weighed(self._split_by_user(self._split, batch, num_microbatches, source))
         packed = find_packed(batch) if num_microbatches > 1 else None
         if packed is not None and self._cuts_packed:
-            # A mean over a row is over its tokens; where labels tell, they weigh.
-            in_tokens, predicts_next = self._loss_weight == "auto", self.weights.predicts_next
-            split = split_packed(batch, packed, num_microbatches, predicts_next=predicts_next, in_tokens=in_tokens)
-            return self._weighed(split)
+            return self.weighed(self._split_packed(batch, packed, num_microbatches))
         if packed is not None:
             self._notices.warn(
                 "packed",
@@ -124,13 +121,50 @@ class BatchSplitter:
                 "off, as it is here in training steps: set model.config.use_cache = False to get the same elsewhere",
                 category=PossibleUserWarning,
             )
-            return self._weighed(MicrobatchSplit((batch,), (1,), 1))
-        min_rows = 2 if self._scan.couples_rows else 1  # batch norm refuses a single row
-        return self._weighed(split_batch(batch, num_microbatches, min_rows=min_rows, source=source, held=held))
+            return self.weighed(MicrobatchSplit((batch,), (1,), 1))
+        split = split_batch(batch, num_microbatches, min_rows=self._min_rows, source=source, held=held)
+        return self.weighed(split)
 
-    def _weighed(self, split: MicrobatchSplit) -> Batches:
+    @property
+    def _min_rows(self) -> int:
+        return 2 if self._scan.couples_rows else 1  # batch norm refuses a single row
+
+    def _split_packed(self, batch: Any, packed: Packed, num_microbatches: int) -> MicrobatchSplit:
+        # A mean over a row is over its tokens; where labels tell, they weigh.
+        in_tokens, predicts_next = self._loss_weight == "auto", self.weights.predicts_next
+        return split_packed(batch, packed, num_microbatches, predicts_next=predicts_next, in_tokens=in_tokens)
+
+    def weighed(self, split: MicrobatchSplit) -> Batches:
+        """Micro-batches with what they weigh."""
         weights, loss_weights = self.weights.of(split.microbatches, split.sizes)
         return Batches(split.microbatches, split.sizes, weights, loss_weights, split.batch_size)
+
+    def two_of(
+        self, kind: str, batch: Any, rest: Sequence[Any], num_microbatches: int
+    ) -> tuple[Any, MicrobatchSplit] | None:
+        """The rows of two micro-batches of a batch, together and one by one; None if there are no two.
+
+        Raises:
+            Exception: what splitting the batch raises.
+        """
+        source, held = self.readings.of(kind, batch, rest)
+        packed = find_packed(batch) if self._split is None else None
+        if self._split is None and packed is None:
+            return split_two(batch, num_microbatches, min_rows=self._min_rows, source=source, held=held)
+        split: Split
+        if self._split is not None:
+            split = self._split
+        elif self._cuts_packed:
+            split = self._cut_packed
+        else:
+            return None
+        together = split(batch, max(1, num_microbatches // 2))[0]
+        parts = tuple(split(together, 2))
+        return None if len(parts) != 2 else (together, MicrobatchSplit(parts, _sizes_of(parts, UNKNOWN)[0], None))
+
+    def _cut_packed(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
+        packed = find_packed(batch)
+        return (batch,) if packed is None else self._split_packed(batch, packed, num_microbatches).microbatches
 
     def _split_by_user(self, split: Split, batch: Any, num_microbatches: int, source: BatchSource) -> MicrobatchSplit:
         microbatches = _checked(split, split(batch, num_microbatches), batch)

@@ -1,7 +1,6 @@
 """What happens in a step around the engine; :mod:`run` puts it together, :mod:`user_step` is what micro-batches call.
 
 - :mod:`log_merging`, :mod:`metrics`: what micro-batches log, once and with the value of the whole batch.
-- :mod:`loss_means`: losses that micro-batches are not weighed for.
 - :mod:`loss`, :mod:`manual`: the loss with the gradients behind it; manual optimization.
 - :mod:`ranks`: training steps as a part of those of all ranks.
 - :mod:`retry`, :mod:`step_state`: a step that the devices could not finish is put back, and run again.

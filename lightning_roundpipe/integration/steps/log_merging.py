@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -93,7 +92,6 @@ class LogCapture:
                     own = [float(size) for size in given]
                 elif len(given) < len(group):
                     kwargs["batch_size"] = None
-                    self._warn_of_count(group, own, batches.batch_size)
                 merged = _merge(group, own)
             try:
                 self._results.log(first.fx, first.name, merged, **kwargs)
@@ -102,29 +100,19 @@ class LogCapture:
                     error.add_note(f"{first.name!r} was logged in {first.place}")
                 raise
 
-    def _warn_of_count(self, group: list[_LogCall], weights: Sequence[float], batch_size: int | None) -> None:
-        """A count is logged as the mean of the counts of the micro-batches; said once, when the name is new.
+    def values(self, batches: Batches) -> dict[str, Any]:
+        """What would be logged, by name; metric objects apart."""
+        found: dict[str, Any] = {}
+        for group in self._grouped():
+            if not isinstance(group[0].value, Metric):
+                name = group[0].name if group[0].name not in found else f"{group[0].name} ({len(found)})"
+                weights = [batches.weights[call.index] for call in group]
+                found[name] = brought_home(group[0].value) if len(group) == 1 else _merge(group, weights)
+        return found
 
-        Args:
-            weights: of the micro-batches in the group.
-        """
-        name, values = group[0].name, [call.value for call in group]
-        if _reduction_of(group[0]) != "mean" or not all(isinstance(value, Tensor) for value in values):
-            return
-        assert self._results is not None
-        if any(result.meta.name == name for result in self._results.values()):
-            return
-        counts = [float(value) for value in values]  # of new names only: on a GPU this waits
-        if not all(count.is_integer() for count in counts) or max(counts) <= 1.0:
-            return
-        rows = [round(weight * (batch_size or 0)) for weight in weights]
-        if len(set(counts)) > 1 or counts == rows:
-            shown = ", ".join(f"{count:.0f}" for count in counts)
-            rank_zero_warn(
-                f"{name!r}, logged in {group[0].place}, looks like a count: the micro-batches logged {shown}, and "
-                "the mean of that is shown. If it is a count, log it with reduce_fx='sum', which Lightning also "
-                "applies over the steps of an epoch."
-            )
+    def parts_of(self, name: str) -> list[Any]:
+        """The first value with a name of each micro-batch that has logged one."""
+        return next(([call.value for call in group] for group in self._grouped() if group[0].name == name), [])
 
     def _grouped(self) -> list[list[_LogCall]]:
         """Calls that belong together: the n-th call with a name in every micro-batch; in order of appearance."""

@@ -128,26 +128,10 @@ class ManualOptimization:
     def followed(self) -> Iterator[None]:
         """While open, calls that micro-batches make for the whole batch are made together."""
         with self._backward_followed(), contextlib.ExitStack() as stack:
-            for owner, names, key in self._followed():
+            for owner, names, key in methods_for_the_batch(self._module, self._scan):
                 for name in names:
                     stack.enter_context(attribute_set(owner, name, self._replacement(getattr(owner, name), name, key)))
             yield
-
-    def _followed(self) -> Iterator[_Followed]:
-        """All that a step may call: (object, its methods that concern the whole batch, what tells it from others)."""
-        strategy = self._module.trainer.strategy
-        schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-        for index, optimizer in enumerate(strategy.optimizers):
-            for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
-                yield owner, _methods_of(optimizer), (type(optimizer).__name__, index)
-        for index, scheduler in enumerate(schedulers):
-            yield scheduler, _SCHEDULER_METHODS, (type(scheduler).__name__, index)
-        known = {id(one) for one in (*strategy.optimizers, *schedulers)}
-        for path, module in self._scan.lightning_modules:
-            yield module, _MODULE_METHODS, (type(module).__name__,)
-            yield from _own_helpers(path, module, known)
-        for place in (clip_grad, torch.nn.utils):
-            yield place, tuple(name for name in _CLIP_FUNCTIONS if hasattr(place, name)), ("torch.nn.utils",)
 
     @contextlib.contextmanager
     def _backward_followed(self) -> Iterator[None]:
@@ -221,6 +205,23 @@ class ManualOptimization:
             if all(isinstance(value, float) for value in values):
                 return weighted_mean(torch.tensor(values, dtype=torch.float64), self._weights).item()
         return values[0]
+
+
+def methods_for_the_batch(root: pl.LightningModule, scan: ModuleScan) -> Iterator[_Followed]:
+    """All that a step may call: (object, its methods that concern the whole batch, what tells it from others)."""
+    strategy = root.trainer.strategy
+    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+    for index, optimizer in enumerate(strategy.optimizers):
+        for owner in (optimizer, *strategy._lightning_optimizers[index : index + 1]):
+            yield owner, _methods_of(optimizer), (type(optimizer).__name__, index)
+    for index, scheduler in enumerate(schedulers):
+        yield scheduler, _SCHEDULER_METHODS, (type(scheduler).__name__, index)
+    known = {id(one) for one in (*strategy.optimizers, *schedulers)}
+    for path, module in scan.lightning_modules:
+        yield module, _MODULE_METHODS, (type(module).__name__,)
+        yield from _own_helpers(path, module, known)
+    for place in (clip_grad, torch.nn.utils):
+        yield place, tuple(name for name in _CLIP_FUNCTIONS if hasattr(place, name)), ("torch.nn.utils",)
 
 
 def _own_helpers(path: str, module: pl.LightningModule, known: set[int]) -> Iterator[_Followed]:

@@ -35,12 +35,10 @@ from torch.nn.parameter import is_lazy
 from ...common.fingerprints import Versions, sample_of
 from ...common.trees import tensors_in
 from ...devices.pool import DevicePool
-from ...options import RoundPipeOptions
 from ...usercode.lock import current
 from ..batches.splitting import Batches
-from .hints import BatchHints, Buffers, note_sizes
+from .hints import note_sizes
 from .modules import ModuleScan
-from .notices import Notices
 
 Function = Callable[[Any], Any]
 
@@ -60,10 +58,8 @@ class StepGuard:
     def __init__(
         self,
         root: LightningModule,
-        options: RoundPipeOptions,
         pool: DevicePool,
         scan: ModuleScan,
-        notices: Notices,
     ) -> None:
         self._root = root
         self._scan = scan
@@ -73,10 +69,8 @@ class StepGuard:
         self._named: list[tuple[str, nn.Parameter]] = []
         self._weights: list[nn.Parameter] = []
         self._before = _Weights([], is_sampled=False)
-        self._buffers: Buffers = {}
         self._gradients: Versions[nn.Parameter] | None = None  # None: not watched
         self._count = 1  # micro-batches of the step
-        self.hints = BatchHints(scan, notices, pool, options.microbatches_for(len(pool)))
 
     @contextlib.contextmanager
     def watching(self, kind: str, batches: Batches) -> Iterator[None]:
@@ -94,11 +88,7 @@ class StepGuard:
         if looks_closely:
             self._look_up()
             self._check_places()
-        if kind == "training_step":
-            self.hints.look_at(batches, is_first=step == 0)
         shared = _shared_tensors(batches.microbatches) if is_early and count > 1 else None
-        looks_at_buffers = is_early and count > 1 and kind == "training_step"
-        self._buffers = self.hints.buffers_now() if looks_at_buffers else {}
         self._before = _Weights(self._weights, is_sampled=is_early)
         num_scheduler_steps = self._num_scheduler_steps(kind)
         try:
@@ -121,7 +111,6 @@ class StepGuard:
                 f"{_hooks(kind)}, or use manual optimization"
             )
         self._check_shared(kind, shared)
-        self.hints.look_at_buffers(self._buffers, count)
         self._num_steps[kind] = step + 1
         self._num_in_row += 1
 
@@ -134,11 +123,9 @@ class StepGuard:
         """
         self._check_weights("training_step")
         self._check_complete_gradients()
-        self.hints.look_at_buffers(self._buffers, self._count)
         try:
             yield
         finally:
-            self._buffers = self.hints.buffers_now() if self._buffers else {}
             self._before = _Weights(self._weights, is_sampled=self._before.samples is not None)
             self._gradients = self._gradients_now() if self._count > 1 else None
 

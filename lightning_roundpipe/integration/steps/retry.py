@@ -126,6 +126,16 @@ class Retry:
         self._final: str | None = None
         self._rounds_are_small = False  # because the pool is short
         self.num_microbatches: dict[str, int] = {}
+        self._whole: set[str] = set()
+
+    def wanted(self, kind: str) -> int:
+        """How many micro-batches steps of a kind are split into now, as far as there are rows."""
+        return self.num_microbatches.setdefault(kind, self._start)
+
+    def run_whole(self, kind: str) -> None:
+        """From now on batches of a kind of step are not split, as long as they fit on the devices."""
+        self.num_microbatches[kind] = 1
+        self._whole.add(kind)
 
     def forbid(self, why: str) -> None:
         """The step that is under way cannot be run again, because of what has been done in it."""
@@ -147,7 +157,7 @@ class Retry:
             LateWriteError: if a unit has begun to write a buffer and it is not run again.
         """
         self._final = None
-        wanted = self.num_microbatches.setdefault(kind, self._start)
+        wanted = self.wanted(kind)
         batches = split(batch, wanted)
         if not self._pool.can_fail and not self._scan.has_buffers:
             return batches, attempt(batches)
@@ -215,16 +225,22 @@ class Retry:
         return functools.partial(self._make_smaller, step, more, text)
 
     def _make_smaller(self, step: _Step, more: Batches, text: str) -> Batches:
-        step.wanted = 2 * len(step.batches.microbatches)
+        is_exact = step.kind not in self._whole
+        step.wanted = self._more_than(step)
+        self._whole.discard(step.kind)
         step.has_been_split = True
         self._forget(step.kind)
         for device in self._pool.devices:
             device.empty_cache()  # smaller pieces are wanted now
             device.memory.spare //= 2
         self._note_shortage()
-        announce = rank_zero_info if self._is_auto else rank_zero_warn
-        announce(text)
+        announce = rank_zero_info if self._is_auto and is_exact else rank_zero_warn
+        announce(text if is_exact else f"{text}. To split the batch changes what is trained, as was said before")
         return more
+
+    def _more_than(self, step: _Step) -> int:
+        """How many micro-batches are asked for after an attempt that has not fit."""
+        return self._start if step.kind in self._whole else 2 * len(step.batches.microbatches)
 
     def _make_room(self) -> None:
         for device in self._pool.devices:
@@ -281,7 +297,7 @@ class Retry:
         if (lost := step.state.lost()) is not None:
             return f"it cannot be run again, because {lost} has changed meanwhile"
         num_before = len(step.batches.microbatches)
-        batches = step.split(step.state.batch, 2 * num_before)
+        batches = step.split(step.state.batch, self._more_than(step))
         return "the batch cannot be split further" if len(batches.microbatches) <= num_before else batches
 
     def _explained(self, error: Exception, kind: str, text: str) -> Exception:

@@ -31,14 +31,17 @@ from ...ranks.reduction import StepReduction
 from ...reporting.host_report import HostReport
 from ...reporting.tracing import Recordings
 from ..batches.merging import merge_outputs
+from ..batches.reading import BatchSplitError
 from ..batches.splitting import Batches, BatchSplitter
 from ..checks import check_modes
 from ..huggingface import training_settings
 from ..overlap import OptimizerOverlap
 from ..pool import make_engine
+from ..proof.proof import Proof
+from ..proof.trial import Trials
+from .hints import hint_at_single
 from .log_merging import LogCapture
 from .loss import loss_of
-from .loss_means import LossMeans
 from .manual import ManualOptimization
 from .metrics import StepMetrics
 from .misuse import StepGuard
@@ -84,14 +87,15 @@ class Steps:
         self._updates = updates
         self._recordings = recordings
         self._autocast_device = autocast_device
+        self._pool = pool
+        self._has_trained = False
         self._scan = ModuleScan(module)
-        notices = Notices()
+        self._notices = notices = Notices()
         self.report = report
         self.engine = make_engine(module, pool, options, report, links)
         self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
         self.ranks = RankSteps(group, self._scan, self._splitter, WIRES[options.reduce_dtype], owners)
-        self._guard = StepGuard(module, options, pool, self._scan, notices)
-        self._loss_means = LossMeans(options.loss_weight, notices)
+        self._guard = StepGuard(module, pool, self._scan)
         self._metrics = StepMetrics(self._scan)
         self._retry = Retry(
             self._scan,
@@ -100,6 +104,17 @@ class Steps:
             pool=pool,
             forget=self.engine.forget,
             costs=self.engine.costs,
+            is_trial=is_trial,
+        )
+        self._proof = Proof(
+            self._scan,
+            self._splitter,
+            Trials(module, self._scan, self.engine, pool, autocast_device),
+            self._retry,
+            notices,
+            options,
+            group,
+            autocast_device=autocast_device,
             is_trial=is_trial,
         )
         self.manual: ManualOptimization | None = None
@@ -132,19 +147,52 @@ class Steps:
                 training.enter_context(training_settings(self._scan))
                 training.enter_context(self._updates.computing(self._module))
                 training.enter_context(self.ranks.training_step(self._module))
+
+            def call(part: Any) -> Any:
+                return function(part, *rest)
+
+            self._proof.before(name, call, batch, rest)
             batches, (logs, result) = self._retry.run(
                 name,
                 batch,
-                self._splitter.of(name, batch, rest),
-                lambda batches: self._attempt(name, lambda part: function(part, *rest), batches, loss_scale),
+                self._splitting(name, batch, rest),
+                lambda batches: self._attempt(name, call, batches, loss_scale),
             )
             batches.bring_back(batch)
             logs.replay(batches)
+            self._look_at_first(name, batches)
             if name == "training_step" and self.report is not None:
                 plan = self.engine.plan_of(name)
                 self.report.note_step(self.engine.working_copies.expected_bytes, None if plan is None else plan.step)
             self.ranks.note_gradients(result.gradients)
+            self._proof.after()
         return batches, result
+
+    def _splitting(self, name: str, batch: Any, rest: Sequence[Any]) -> Callable[[Any, int], Batches]:
+        """What splits a batch. One whose rows are not certain stays whole where the user has not said otherwise."""
+        split = self._splitter.of(name, batch, rest)
+
+        def split_or_not(batch: Any, num_microbatches: int) -> Batches:
+            try:
+                return split(batch, num_microbatches)
+            except BatchSplitError as error:
+                if not self._proof.may_run_whole:
+                    raise
+                self._notices.warn(
+                    f"rows of {name}",
+                    f"{error} Until then batches of {name} that cannot be read are one micro-batch each: exact, on one "
+                    "device after the other",
+                )
+                return split(batch, 1)
+
+        return split_or_not
+
+    def _look_at_first(self, name: str, batches: Batches) -> None:
+        """After a step: if it is the first of a training, and one that could be split was not."""
+        if name == "training_step" and not self._has_trained:
+            self._has_trained = True
+            if "rows of training_step" not in self._notices.given:
+                hint_at_single(self._notices, batches, self._retry.wanted(name), len(self._pool))
 
     def _attempt(
         self, name: str, call: Callable[[Any], Any], batches: Batches, loss_scale: float
@@ -172,17 +220,8 @@ class Steps:
                 reduction=reduction,
                 is_trained=self._is_trained,
             )
-            means = (
-                self._loss_means.watching(batches.loss_weights, batches.sizes)
-                if is_training
-                else contextlib.nullcontext()
-            )
-            with self._final_if_sent(reduction), means:
+            with self._final_if_sent(reduction):
                 result = self._recordings.run(self.engine, request) if is_training else self.engine.run(request)
-            self._guard.hints.look_at_numbers(name, result.numbers_left, batches.sizes)
-            result.numbers_left.clear()  # tensors, with what has made them
-            if request.loss_of is not None:
-                self._guard.hints.look_at_losses(map(loss_of, result.outputs), batches.loss_weights)
         return logs, result
 
     def _is_trained(self, tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ Weights, gradients, optimizer state and attributes are not in it: the engine giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class StepState:
 
     def __init__(self, scan: ModuleScan, batch: Any, devices: Sequence[torch.device]) -> None:
         self._batch = mapped(batch, anew=object)
-        self._registered = [(module, dict(module._buffers)) for _, module in scan.named]
+        plain = (module for _, module in scan.named if isinstance(module._buffers, dict))  # TorchScript has its own
+        self._registered = [(module, dict(module._buffers)) for module in plain]
         self._buffers = [_Buffer(*found) for found in scan.buffers()]
         self._weights = Versions(scan.parameters())
         self._batch_tensors = Versions(enumerate(tensor for _, tensor in tensors_in(batch)))
@@ -55,6 +56,12 @@ class StepState:
             if buffer.has_changed() and buffer.copy is None:
                 return f"the buffer {buffer.name!r}"
         return None
+
+    def changed_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and present value of the buffers that have others now, as far as that can be told."""
+        for buffer in self._buffers:
+            if (now := buffer.changed_to()) is not None:
+                yield buffer.name, now
 
     def restore(self) -> None:
         """Puts back everything that is not :meth:`lost`."""
@@ -81,6 +88,14 @@ class _Buffer:
     def has_changed(self) -> bool:
         """Whether it is another tensor now, or shows that it was written in place."""
         return self._module._buffers.get(self._key) is not self._tensor or version_of(self._tensor) != self._version
+
+    def changed_to(self) -> Tensor | None:
+        """The buffer as it is now, if it has other values."""
+        now = self._module._buffers.get(self._key)
+        if now is None or (self.copy is None and not self.has_changed()):
+            return None
+        same = self.copy is not None and now.shape == self.copy.shape and _is_equal(now, self.copy)
+        return None if same else now
 
     def put_back(self, values: Tensor) -> None:
         """The same tensor again, with these values."""

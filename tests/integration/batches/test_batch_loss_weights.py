@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -210,37 +209,3 @@ def test_a_batch_size_that_is_logged_may_be_that_of_the_batch() -> None:
     plain, ours = compare(Logs)
     assert_alike(dict(ours.trainer.logged_metrics), dict(plain.trainer.logged_metrics))
     assert plain.trainer.logged_metrics["constant"] != plain.trainer.logged_metrics["rows"]
-
-
-# name: (arguments of cross_entropy, micro-batches, options, whether it is warned of)
-MEANS: dict[str, tuple[dict[str, Any], int, dict[str, Any], bool]] = {
-    "padding": ({"ignore_index": 0}, 3, {}, True),
-    "weights of classes": ({"weight": torch.tensor([1.0, 2.0, 3.0])}, 3, {}, True),
-    "all rows": ({}, 3, {}, False),
-    "a sum": ({"ignore_index": 0, "reduction": "sum"}, 3, {}, False),
-    "each sample by itself": ({}, 3, {}, False),
-    "the whole batch": ({"ignore_index": 0}, 1, {}, False),
-    "chosen": ({"ignore_index": 0}, 3, {"loss_weight": "samples"}, False),
-}
-
-
-@pytest.mark.parametrize("name", MEANS)
-def test_means_over_something_else_than_what_weighs_are_warned_of(name: str) -> None:
-    arguments, num_microbatches, options, is_warned_of = MEANS[name]
-
-    class Masks(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if name != "each sample by itself":
-                return F.cross_entropy(self(batch[0]), batch[1], **arguments)
-            outputs = self(batch[0])
-            return torch.stack(
-                [F.cross_entropy(o.expand(y + 1, -1), y.expand(y + 1)) for o, y in zip(outputs, batch[1], strict=True)]
-            ).mean()
-
-    trainer = make_trainer(num_microbatches=num_microbatches, options=options, max_epochs=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(Masks(), make_loader())
-    said = [str(one.message) for one in caught if "a cross_entropy of training_step is a mean over" in str(one.message)]
-    assert len(said) == is_warned_of
-    assert all("loss_weight=function" in one for one in said)

@@ -184,7 +184,7 @@ def train(module: Any, limit: int | None, num_microbatches: Any = "auto", loader
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    options = {"virtual_copies": True, "device_memory_limit": limit}
+    options = {"virtual_copies": True, "device_memory_limit": limit, "check_split": "off"}
     trainer = make_trainer(num_microbatches=num_microbatches, options=options, **kwargs)
     trainer.fit(module, loader or make_rows())
     return module, trainer
@@ -292,7 +292,8 @@ def test_what_was_learned_from_larger_micro_batches_is_forgotten() -> None:
 def test_larger_batches_than_the_first_one_are_on_the_books() -> None:
     peaks = []
     for sizes in ([8, 256], [256]):
-        trainer = make_trainer(devices=1, num_microbatches=2, options={"virtual_copies": True})
+        options = {"virtual_copies": True, "check_split": "off"}
+        trainer = make_trainer(devices=1, num_microbatches=2, options=options)
         trainer.predict(Bulge(), DataLoader([torch.randn(size, 4) for size in sizes], batch_size=None))  # type: ignore[arg-type]
         peaks.append(trainer.strategy.pool[0].statistics()["peak_activations_bytes"])
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)  # half as much if it were that of 8 rows
