@@ -176,6 +176,7 @@ class RoundPipeStrategy(HostStrategy):
         )
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()
+        self._said: set[str] = set()
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
@@ -292,6 +293,7 @@ class RoundPipeStrategy(HostStrategy):
             report=report,
             links=self._links.of(self.pool),
             autocast_device=self._autocast_device,
+            said=self._said,
             group=self._group,
             owners=self._owners,
             # The finder puts all callbacks aside, itself included, while it tries a size.

@@ -9,15 +9,22 @@ weights are the same.
 A model that predicts the next token compares position ``i`` with label ``i + 1``: the first label of a row counts for
 nothing. The class of a Hugging Face model tells whether it does so; else labels that are ``input_ids`` but for -100 are
 taken for such, as in the convention of Hugging Face. Their shape alone would not do: labels of a target sequence, which
-are filled up by themselves, have it in some batches only. What is not certain is said as a warning.
+are filled up by themselves, have it in some batches only.
+
+[Note: certain weights]
+That a batch has labels does not say that the loss is a mean over them: the step may take a mean over rows beside them.
+So the rule is certain only if the model was seen to take the labels, in the first step of its kind. Otherwise it is a
+guess, which is said as a warning when that step has ended, unless something has shown by then which of the
+:meth:`~LossWeights.candidates` gives the loss of the batch, and has settled it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +35,14 @@ from ..steps.notices import Notices
 
 IGNORED_LABEL = -100
 
+Rule = str | Callable[[Any], float]
 _MEANINGS = {
     "samples": "means over samples",
     "label_tokens": "means over the labels that are not -100",
     "causal_label_tokens": "means over the labels that are not -100, without the first of each row",
     "sum": "sums: every micro-batch counts fully, and a logged loss is best logged with reduce_fx='sum'",
 }
+_LABEL_RULES = ("label_tokens", "causal_label_tokens")
 
 
 class _Facts(NamedTuple):
@@ -84,11 +93,16 @@ def share_of(rank: int, facts: Sequence[Sequence[float]]) -> float:
 
 
 class Decision(NamedTuple):
-    """What ``"auto"`` has chosen, why, and whether that is certain."""
+    """What ``"auto"`` has chosen, and why; see [Note: certain weights].
+
+    Attributes:
+        sign: the argument that makes it certain, if the model takes it; none where nothing would.
+    """
 
     rule: str
     why: str
-    is_certain: bool = True
+    sign: str = ""
+    is_certain: bool = False
 
 
 class LossWeights:
@@ -98,28 +112,30 @@ class LossWeights:
         has_others: whether there are other ranks, whose batches may count if that of this one does not.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        loss_weight: str | Callable[[Any], float],
-        notices: Notices,
-        *,
-        has_others: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, loss_weight: Rule, notices: Notices, *, has_others: bool = False) -> None:
         self._module = module
         self._loss_weight = loss_weight
         self._notices = notices
         self._has_others = has_others
+        self._settled: Decision | None = None
+        self._untold: Decision | str | None = None  # a choice, or a warning
+        self._taken: set[str] = set()  # arguments that the model was given in the first step of this kind
+        self._taken_in: dict[str, set[str]] = {}
 
-    def of(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def of(
+        self, microbatches: Sequence[Any], sizes: Sequence[int], rule: Rule | None = None
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The share of each micro-batch in means over the batch, which sum to 1, and the factor of its loss.
+
+        Args:
+            rule: one of the :meth:`candidates`; None is the first of them.
 
         Raises:
             ValueError: if labels that are asked for are missing, or the user's function gives no weights.
         """
         if len(microbatches) == 1:
             return (1.0,), (1.0,)
-        rule = self._rule_for(microbatches) if self._loss_weight == "auto" else self._loss_weight
+        rule = self._rule_for(microbatches) if rule is None else rule
         counts = _counts(rule, microbatches, sizes)
         if callable(rule) and not (sum(counts) > 0.0 or self._has_others):
             raise ValueError(
@@ -132,21 +148,136 @@ class LossWeights:
         weights = tuple(count / total for count in counts)
         return weights, (1.0,) * len(weights) if rule == "sum" else weights
 
+    # --- what "auto" means -----------------------------------------------------------------------------------------
+
+    def candidates(self, microbatches: Sequence[Any]) -> tuple[Rule, ...]:
+        """What may weigh these micro-batches: what does now, which is the likeliest, then what else could."""
+        chosen = self._rule_for(microbatches)
+        if self._loss_weight != "auto":
+            return (chosen,)
+        return tuple(dict.fromkeys((chosen, "samples", *_label_rules(microbatches), "sum")))
+
+    def settle(self, rule: str, why: str) -> None:
+        """Makes ``rule`` what ``"auto"`` means from now on, as far as batches have what it counts; the log says so.
+
+        Over ranks it has to be the same one everywhere.
+
+        Args:
+            why: goes on the sentence "takes losses for means over ..., because".
+        """
+        self._settled = Decision(rule, why, is_certain=True)
+        if rule != "samples" or self._untold is not None:  # else nobody would have expected anything else
+            self._notices.warn(f"loss weight {rule}", _announced(self._settled), is_note=True)
+        self._untold = None
+
+    @contextlib.contextmanager
+    def watching(self, kind: str, *, warns: bool = True) -> Iterator[None]:
+        """Around a step, and the splitting of its batch; see [Note: certain weights].
+
+        Args:
+            warns: whether a guess is to be told of, if it is one.
+        """
+        is_first = kind not in self._taken_in
+        self._taken, self._untold = self._taken_in.setdefault(kind, set()), None
+        noting = functools.partial(_note_arguments, self._taken)
+        heads = self._heads if is_first and self._loss_weight == "auto" else []
+        handles = [head.register_forward_pre_hook(noting, with_kwargs=True) for head in heads]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        untold, self._untold = self._untold, None
+        is_certain = isinstance(untold, Decision) and untold.sign in self._taken
+        name = "loss weight" if is_certain else "guessed loss weight"
+        if untold is None or name in self._notices.given or not (is_certain or warns):
+            return
+        if isinstance(untold, Decision):
+            missing = f" (but {kind} gives no {untold.sign!r} to the model)" if untold.sign and not is_certain else ""
+            untold = _announced(untold._replace(why=untold.why + missing))
+        self._notices.warn(name, untold, is_note=is_certain)
+
+    def _rule_for(self, microbatches: Sequence[Any]) -> Rule:
+        """What weighs these micro-batches."""
+        if self._loss_weight != "auto":
+            return self._loss_weight
+        if (settled := self._settled_for(microbatches)) is not None:
+            return settled.rule
+        if any(_entry(microbatch, "num_items_in_batch") is not None for microbatch in microbatches):
+            why = "the batch has 'num_items_in_batch', by which the loss is divided"
+            self._untold = Decision("sum", why, "num_items_in_batch")
+        elif any(map(_has_ignored_labels, microbatches)):
+            self._untold = self.decision(microbatches)
+        else:
+            if "guessed loss weight" not in self._notices.given:
+                self._untold = _ignored_elsewhere(microbatches[0])
+            return "samples"
+        return self._untold.rule
+
+    def _settled_for(self, microbatches: Sequence[Any]) -> Decision | None:
+        rules = ("samples", "sum", *_label_rules(microbatches))
+        return self._settled if self._settled is not None and self._settled.rule in rules else None
+
+    def decision(self, microbatches: Sequence[Any]) -> Decision:
+        """What weighs micro-batches with labels of which some are -100."""
+        if (settled := self._settled_for(microbatches)) is not None:
+            return settled
+        if self._by_class is not None:
+            return self._by_class._replace(is_certain=self._by_class.sign in self._taken)
+        labels, tokens = _entry(microbatches[0], "labels"), _entry(microbatches[0], "input_ids")
+        if tokens is None or labels.shape != tokens.shape:
+            return Decision("label_tokens", "labels have another shape than input_ids, and some are -100")
+        if not all(map(_labels_are_tokens, microbatches)):
+            why = "labels are others than input_ids, some are -100; with loss_weight='causal_label_tokens' the first"
+            return Decision("label_tokens", f"{why} of each row would not count")
+        why = "labels are those of input_ids, and some are -100; with loss_weight='label_tokens' the first of each row"
+        return Decision("causal_label_tokens", f"{why} would count as well")
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the loss compares a position with the label of the next one, as far as is known."""
+        known = self._settled if self._settled is not None and self._settled.rule in _LABEL_RULES else self._by_class
+        return known is None or known.rule == "causal_label_tokens"
+
+    @functools.cached_property
+    def _heads(self) -> list[nn.Module]:
+        """The Hugging Face models in the module that have a loss: those that are trained, or all."""
+        model_class = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+        heads: list[nn.Module] = []
+        inside: set[nn.Module] = set()
+        for part in self._module.modules():
+            if part not in inside and isinstance(part, model_class) and _has_loss(part):
+                heads.append(part)
+                inside.update(part.modules())
+        return [head for head in heads if any(weight.requires_grad for weight in head.parameters())] or heads
+
+    @functools.cached_property
+    def _by_class(self) -> Decision | None:
+        """What the Hugging Face model in the module computes, None if there is none with a loss."""
+        has_prompts = any(map(_puts_tokens_in_front, self._module.modules()))
+        decisions = [_decided_by_head(head, has_prompts=has_prompts) for head in self._heads]
+        if len({decision.rule for decision in decisions}) > 1:
+            return Decision(decisions[0].rule, "; but ".join(decision.why for decision in decisions))
+        return decisions[0] if decisions else None
+
     # --- over ranks ----------------------------------------------------------------------------------------------
 
     def facts(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
         """What other ranks have to know of the batch of this one, to weigh it; see :func:`share_of`."""
-        rule = self._loss_weight
+        rule, settled = self._loss_weight, self._settled
+        if rule == "auto" and settled is not None and settled.rule not in _LABEL_RULES:
+            rule = settled.rule
         if rule != "auto":
             return [*_Facts(sum(sizes), sum(_counts(rule, microbatches, sizes)), is_sum=float(rule == "sum"))]
-        if (items := _entry(microbatches[0], "num_items_in_batch")) is not None:  # the loss is divided by it
+        items = _entry(microbatches[0], "num_items_in_batch") if settled is None else None
+        if items is not None:  # the loss is divided by it
             return [*_Facts(sum(sizes), float(torch.as_tensor(items).reshape(-1)[0]))]
-        labels = [_entry(part, "labels") for part in microbatches]
-        if any(not isinstance(one, Tensor) or not _is_integer(one) or not one.dim() for one in labels):
+        if not _label_rules(microbatches):
             return [*_Facts(sum(sizes))]
         rule = self.decision(microbatches).rule
-        if rule not in ("label_tokens", "causal_label_tokens"):
+        if rule not in _LABEL_RULES:
             return [*_Facts(sum(sizes), is_sum=float(rule == "sum"))]
+        labels = [_entry(part, "labels") for part in microbatches]
         return [
             *_Facts(
                 sum(sizes),
@@ -158,75 +289,29 @@ class LossWeights:
             )
         ]
 
-    def _rule_for(self, microbatches: Sequence[Any]) -> str:
-        """What ``"auto"`` means for these micro-batches."""
-        if any(_entry(microbatch, "num_items_in_batch") is not None for microbatch in microbatches):
-            decision = Decision("sum", "the batch has 'num_items_in_batch', by which the loss is divided")
-        elif not any(map(_has_ignored_labels, microbatches)):
-            self._look_elsewhere(microbatches)
-            return "samples"
-        else:
-            decision = self.decision(microbatches)
-        self._notices.warn(
-            "loss weight",
-            f"loss_weight='auto' takes losses for {_MEANINGS[decision.rule]} (loss_weight={decision.rule!r}), "
-            f"because {decision.why}. If they are something else, say so: {', '.join(map(repr, _MEANINGS))}",
-            is_note=decision.is_certain,
-        )
-        return decision.rule
 
-    @functools.cached_property
-    def _by_class(self) -> Decision | None:
-        """What the Hugging Face model in the module computes, None if there is none with a loss."""
-        model_class = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
-        heads: list[nn.Module] = []
-        inside: set[nn.Module] = set()
-        for part in self._module.modules():
-            if part not in inside and isinstance(part, model_class) and _has_loss(part):
-                heads.append(part)
-                inside.update(part.modules())
-        trained = [head for head in heads if any(weight.requires_grad for weight in head.parameters())]
-        has_prompts = any(map(_puts_tokens_in_front, self._module.modules()))
-        decisions = [_decided_by_head(head, has_prompts=has_prompts) for head in trained or heads]
-        if len({decision.rule for decision in decisions}) > 1:
-            whys = "; but ".join(decision.why for decision in decisions)
-            return Decision(decisions[0].rule, whys, is_certain=False)
-        return decisions[0] if decisions else None
+def _note_arguments(taken: set[str], head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that runs before the forward of a model with a loss."""
+    taken.update(name for name in ("labels", "num_items_in_batch") if kwargs.get(name) is not None)
 
-    @property
-    def predicts_next(self) -> bool:
-        """Whether the loss compares a position with the label of the next one, as far as the model's class tells."""
-        return self._by_class is None or self._by_class.rule == "causal_label_tokens"
 
-    def decision(self, microbatches: Sequence[Any]) -> Decision:
-        """What weighs micro-batches with labels of which some are -100."""
-        if self._by_class is not None:
-            return self._by_class
-        labels, tokens = _entry(microbatches[0], "labels"), _entry(microbatches[0], "input_ids")
-        if tokens is None or labels.shape != tokens.shape:
-            return Decision("label_tokens", "labels have another shape than input_ids, and some are -100")
-        firsts = [_entry(microbatch, "labels")[..., :1] for microbatch in microbatches]
-        # Without a first label both rules count the same.
-        is_certain = not any(bool((first != IGNORED_LABEL).any()) for first in firsts)
-        if not all(map(_labels_are_tokens, microbatches)):
-            why = "labels are others than input_ids, some are -100; with loss_weight='causal_label_tokens' the first"
-            return Decision("label_tokens", f"{why} of each row would not count", is_certain)
-        why = "labels are those of input_ids, and some are -100; with loss_weight='label_tokens' the first of each row"
-        return Decision("causal_label_tokens", f"{why} would count as well", is_certain)
+def _announced(decision: Decision) -> str:
+    return (
+        f"loss_weight='auto' takes losses for {_MEANINGS[decision.rule]} (loss_weight={decision.rule!r}), because "
+        f"{decision.why}. If they are something else, say so: {', '.join(map(repr, _MEANINGS))}"
+    )
 
-    def _look_elsewhere(self, microbatches: Sequence[Any]) -> None:
-        """Says once that something else than ``labels`` has -100 in it."""
-        if "loss weight" in self._notices.given:
-            return
-        for path, tensor in tensors_in(microbatches[0], "batch"):
-            if _is_integer(tensor) and tensor.dtype is not torch.bool and bool((tensor == IGNORED_LABEL).any()):
-                self._notices.warn(
-                    "loss weight",
-                    f"{path} holds -100, as labels do that a loss leaves out, but loss_weight='auto' counts samples, "
-                    "because it looks at an entry 'labels' of the batch only. If the loss is a mean over the others, "
-                    "use loss_weight= a function from a micro-batch to their number; else loss_weight='samples'",
-                )
-                return
+
+def _ignored_elsewhere(microbatch: Any) -> str | None:
+    """The warning that something else than ``labels`` has -100 in it."""
+    for path, tensor in tensors_in(microbatch, "batch"):
+        if _is_integer(tensor) and tensor.dtype is not torch.bool and bool((tensor == IGNORED_LABEL).any()):
+            return (
+                f"{path} holds -100, as labels do that a loss leaves out, but loss_weight='auto' counts samples, "
+                "because it looks at an entry 'labels' of the batch only. If the loss is a mean over the others, "
+                "use loss_weight= a function from a micro-batch to their number; else loss_weight='samples'"
+            )
+    return None
 
 
 def _has_loss(model: Any) -> bool:
@@ -247,14 +332,16 @@ def _decided_by_head(model: Any, *, has_prompts: bool = False) -> Decision:
     name = type(model).__name__
     if name.endswith("ForCTC"):
         reduction = getattr(model.config, "ctc_loss_reduction", "mean")
-        return Decision("sum" if reduction == "sum" else "samples", f"{name} has ctc_loss_reduction={reduction!r}")
+        rule = "sum" if reduction == "sum" else "samples"
+        return Decision(rule, f"{name} has ctc_loss_reduction={reduction!r}", "labels")
     if name.endswith("ForPreTraining"):
-        return Decision("label_tokens", f"{name} adds up means over different things", is_certain=False)
+        return Decision("label_tokens", f"{name} adds up means over different things")
+    rule, why = "label_tokens", f"{name} compares a position with its own label"
     if _shifts_labels(model) and has_prompts:
-        return Decision("label_tokens", f"some are -100, and virtual tokens are in front of the rows of {name}")
-    if _shifts_labels(model):
-        return Decision("causal_label_tokens", f"some are -100, and {name} compares a position with the next label")
-    return Decision("label_tokens", f"some are -100, and {name} compares a position with its own label")
+        why = f"virtual tokens are in front of the rows of {name}"
+    elif _shifts_labels(model):
+        rule, why = "causal_label_tokens", f"{name} compares a position with the next label"
+    return Decision(rule, f"some are -100, and {why}", "labels")
 
 
 def _shifts_labels(model: Any) -> bool:
@@ -272,6 +359,14 @@ def _has_ignored_labels(microbatch: Any) -> bool:
     return isinstance(labels, Tensor) and _is_integer(labels) and bool((labels == IGNORED_LABEL).any())
 
 
+def _label_rules(microbatches: Sequence[Any]) -> tuple[str, ...]:
+    """The rules that could count the labels of these micro-batches."""
+    labels = [_entry(microbatch, "labels") for microbatch in microbatches]
+    if not all(isinstance(one, Tensor) and _is_integer(one) and one.dim() for one in labels):
+        return ()
+    return _LABEL_RULES if all(one.dim() > 1 for one in labels) else _LABEL_RULES[:1]
+
+
 def _labels_are_tokens(microbatch: Any) -> bool:
     """Whether labels that are not left out are the tokens of the input themselves."""
     labels, tokens = _entry(microbatch, "labels"), _entry(microbatch, "input_ids")
@@ -286,11 +381,11 @@ def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _counts(rule: str | Callable[[Any], float], microbatches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+def _counts(rule: Rule, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """What the loss of each micro-batch is a mean over, by a rule other than ``"auto"``."""
     if callable(rule):
         return [_given_weight(rule, microbatch) for microbatch in microbatches]
-    if rule in ("label_tokens", "causal_label_tokens"):
+    if rule in _LABEL_RULES:
         return [_num_labels(microbatch, rule) for microbatch in microbatches]
     return [float(size) for size in sizes]
 

@@ -44,9 +44,10 @@ class LogCapture:
     """Holds back what micro-batch threads log, and logs it once; see [Note: held logs].
 
     Lightning's logging is not thread-safe, and M calls would count M times. A replayed call has the arguments of the
-    first micro-batch that made it; its value is the mean over the micro-batches weighted like the loss (or by the
-    ``batch_size`` given to the calls), or their sum, minimum or maximum where ``reduce_fx`` says so. ``Metric``
-    objects are logged as themselves. What the recomputation of a unit logs has been logged by its forward.
+    first micro-batch that made it; its value is the mean over the micro-batches weighted like the loss, or their sum,
+    minimum or maximum where ``reduce_fx`` says so. A ``batch_size`` weighs batches against each other and nothing else,
+    as in plain Lightning: what is given for micro-batches becomes that of the batch. ``Metric`` objects are logged as
+    themselves. What the recomputation of a unit logs has been logged by its forward.
     """
 
     def __init__(self, root: LightningModule, num_microbatches: int, metrics: StepMetrics) -> None:
@@ -85,13 +86,8 @@ class LogCapture:
             else:
                 if isinstance(first.value, Metric):
                     self._metrics.show_batch_value(first.value)
-                given = [call.kwargs["batch_size"] for call in group if call.kwargs.get("batch_size") is not None]
                 own = [batches.weights[call.index] for call in group]
-                if len(given) == len(group) and not _is_of_the_batch(given, batches):
-                    kwargs["batch_size"] = sum(given)
-                    own = [float(size) for size in given]
-                elif len(given) < len(group):
-                    kwargs["batch_size"] = None
+                kwargs["batch_size"] = _batch_size(group, batches)
                 merged = _merge(group, own)
             try:
                 self._results.log(first.fx, first.name, merged, **kwargs)
@@ -125,11 +121,19 @@ class LogCapture:
         return list(groups.values())
 
 
-def _is_of_the_batch(given: Sequence[int], batches: Batches) -> bool:
-    """Whether a ``batch_size`` that is logged is a constant: that of the whole batch, or 1 beside more rows."""
-    if batches.batch_size is None or len(set(given)) > 1:
-        return False
-    return given[0] >= batches.batch_size > max(batches.sizes) or given[0] == 1 < max(batches.sizes)
+def _batch_size(group: Sequence[_LogCall], batches: Batches) -> int | None:
+    """The ``batch_size`` that one call for the whole batch would have been given; None if it would be guessed.
+
+    Numbers that are those of the rows of micro-batches, or differ, count something in them, and add up. Another one
+    that all give is taken for a constant, such as the size of the whole batch. (Where all have as many rows, it may
+    have counted something in these.)
+    """
+    given: list[int | None] = [call.kwargs.get("batch_size") for call in group]
+    known = [size for size in given if size is not None]
+    if len(known) < len(given):
+        return None
+    has_rows = batches.batch_size is None or known == [batches.sizes[call.index] for call in group]
+    return sum(known) if has_rows or len(set(known)) > 1 else known[0]
 
 
 def _place_of_call() -> str:

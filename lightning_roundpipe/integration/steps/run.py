@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ...devices.pool import DevicePool
@@ -46,7 +47,7 @@ from .manual import ManualOptimization
 from .metrics import StepMetrics
 from .misuse import StepGuard
 from .modules import ModuleScan
-from .notices import Notices
+from .notices import Notices, heard_once
 from .ranks import WIRES, RankSteps
 from .retry import Retry
 from .user_step import dropping_old_gradients, seed_of_step
@@ -60,6 +61,7 @@ class Steps:
         report: what a training needs on the host; None where there is none.
         links: of the devices; None if they are not measured.
         is_trial: whether Lightning is trying a batch size at the moment.
+        said: notices of the runs before this one.
         group: the ranks, whose training steps these are a part of.
         owners: which of them get the gradients of which weights.
 
@@ -80,6 +82,7 @@ class Steps:
         links: Machine | None,
         autocast_device: str,
         is_trial: Callable[[], bool],
+        said: set[str] | None = None,
         group: RankGroup = ALONE,
         owners: Owners = EACH_FOR_ITSELF,
     ) -> None:
@@ -90,7 +93,7 @@ class Steps:
         self._pool = pool
         self._has_trained = False
         self._scan = ModuleScan(module)
-        self._notices = notices = Notices()
+        self._notices = notices = Notices(said)
         self.report = report
         self.engine = make_engine(module, pool, options, report, links)
         self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
@@ -142,7 +145,8 @@ class Steps:
         self._updates.check()
         self._scan.refresh()
         function = getattr(self._module, name)
-        with contextlib.ExitStack() as training:
+        decides = name == "training_step" or self._module.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING)
+        with self._splitter.weights.watching(name, warns=decides), heard_once(), contextlib.ExitStack() as training:
             if name == "training_step":
                 training.enter_context(training_settings(self._scan))
                 training.enter_context(self._updates.computing(self._module))
