@@ -1,4 +1,5 @@
-"""What travels between units: containers, tensors that are changed in place, views; buffers."""
+"""What travels between units: containers, tensors that are changed in place, views; buffers;
+and weights that units take from outside."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch.distributions import Independent, Normal
 from torch.nn import functional as F
 
 from tests.parity.driver import assert_parity, sequential
-from tests.support.models import WIDTH, Block, Regression, vectors
+from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
 class Pair(NamedTuple):
@@ -306,3 +307,87 @@ def test_buffers_that_units_begin_to_write_later(pipeline: dict[str, Any]) -> No
     reference = sequential(BuffersWrittenLate, pipeline["num_microbatches"])
     run = assert_parity(BuffersWrittenLate, vectors, **pipeline, reference=reference, steps=4)
     assert all(block.total.abs().sum() > 0 for block in run.module.blocks)
+
+
+class Frozen(Chain):
+    """Trained are weights alone that frozen units reach in another way than as their own or by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.given = nn.ParameterList(torch.ones(WIDTH) for _ in self.blocks)
+
+
+class ByHook(Frozen):
+    def __init__(self) -> None:
+        super().__init__()
+        for block, weight in zip(self.blocks, self.given, strict=True):
+            block.inner.register_forward_hook(lambda module, args, output, weight=weight: output * weight)
+
+
+class Closed(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.weight(), x.mean(-1, keepdim=True)
+
+
+class ByClosure(Frozen):
+    """Only the first of several results depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Closed().requires_grad_(False) for _ in self.blocks)
+        for block, weight in zip(self.blocks, self.given, strict=True):
+            block.weight = lambda weight=weight: weight
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        x, other = block(x)
+        assert not torch.is_grad_enabled() or x.requires_grad
+        return x + other
+
+
+class Adapter(nn.Module):
+    """Takes the place of the forward of a layer that is elsewhere."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(layer.in_features, 2), nn.Linear(2, layer.out_features)
+        self.original = layer.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.original(x) + self.up(self.down(x))
+
+
+class ByAdapters(Frozen):
+    """Of which the first one sits on a unit itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[Any] = [self.stem, *(block.inner for block in self.blocks)]
+        self.adapters = nn.ModuleList(map(Adapter, layers))
+        self.adapt(layers)
+
+    def adapt(self, layers: list[Any]) -> None:
+        for layer, adapter in zip(layers, self.adapters, strict=True):
+            layer.forward = adapter.forward
+
+
+class ByAdaptersLater(ByAdapters):
+    """When units have run without them: an adapter is trained in the last two steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.adapters.requires_grad_(batch_idx > 0)
+        self.head.requires_grad_(batch_idx == 0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("model", [ByHook, ByClosure, ByAdapters, ByAdaptersLater])
+def test_weights_that_frozen_units_take_from_outside(
+    model: type[Frozen], num_microbatches: int, way_to_copy: str
+) -> None:
+    if way_to_copy == "accelerator" and model is not ByHook:
+        pytest.skip("weights of the host in a unit on a GPU")
+    optimizer: dict[str, Any] = {"optimizer": None} if model is ByAdaptersLater else {}
+    assert_parity(model, vectors, devices=2, num_microbatches=num_microbatches, **optimizer, min_calls=3)
