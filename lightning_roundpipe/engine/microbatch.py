@@ -166,6 +166,8 @@ class Microbatch:
         self.record.called.append(unit)
         position = self._locate(unit)
         side_values: list[Any] = []
+        if self._is_recording:
+            self._lock.note_changed(self.state)
         if overlay := self.state.overlay:  # attributes that user code has set on the unit's modules are inputs as well
             written = [(module, name) for (key, name), (module, _) in overlay.items() if key in unit.places]
             if written:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -125,6 +125,7 @@ class UserCodeLock:
         self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
         self._baseline: Attributes = {}  # values before the step of what micro-batches have written
         self._latched: dict[tuple[int, str], Any] = {}
+        self._changed: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple  # see :meth:`recording`
         self._generators = UserGenerators(threading.Event() if draws_foreign is None else draws_foreign)
 
     # --- who runs ----------------------------------------------------------------------------------------------------
@@ -161,6 +162,7 @@ class UserCodeLock:
     def released(self, state: UserCodeState) -> Iterator[None]:
         """Without the lock inside, with it again afterwards (if it was held before)."""
         held = self._holder is state
+        self.note_changed(state)
         self.release(state)
         try:
             yield
@@ -256,6 +258,7 @@ class UserCodeLock:
             with mode or contextlib.nullcontext():
                 yield
         finally:
+            self.note_changed(state)
             self.release(state)
             state.unit_writes, state.call_unit, state.mode = writes, call_unit, mode
 
@@ -287,11 +290,19 @@ class UserCodeLock:
         self._generators.come_back()
 
     @contextlib.contextmanager
-    def recording(self, state: UserCodeState) -> Iterator[None]:
-        """While open, the micro-batch runs alone: afterwards it is known which generators it draws from."""
+    def recording(self, state: UserCodeState, changed: Callable[[], Iterable[tuple[nn.Module, str]]]) -> Iterator[None]:
+        """While open, the micro-batch runs alone: afterwards it is known which generators it draws from. ``changed``
+        gives attributes whose lists or dicts have changed since it was called before."""
+        self._changed = changed
         with self._generators.watching(state.index, state.seed):
             yield
             self._switch_off()
+        self._changed = tuple
+
+    def note_changed(self, state: UserCodeState) -> None:
+        """User code of ``state`` is about to give up the lock: lists and dicts that it has changed are its own."""
+        for module, name in self._changed():
+            self.note(state, module, name)
 
     # --- attribute writes --------------------------------------------------------------------------------------------
 

@@ -1,8 +1,11 @@
 """What travels between units: containers, tensors that are changed in place, views; buffers;
-and weights that units take from outside."""
+weights that units take from outside, and settings that user code changes in their lists and dicts."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -391,3 +394,74 @@ def test_weights_that_frozen_units_take_from_outside(
         pytest.skip("weights of the host in a unit on a GPU")
     optimizer: dict[str, Any] = {"optimizer": None} if model is ByAdaptersLater else {}
     assert_parity(model, vectors, devices=2, num_microbatches=num_microbatches, **optimizer, min_calls=3)
+
+
+class Settings(Block):
+    """Reads lists and dicts that user code sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = {"k": 1.5}
+        self.factors = [2.0, 0.5]
+        self.nested: dict[str, list[float]] = {"more": [1.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * self.scaling["k"] * self.scaling.get("extra", 1.0)
+        return x * self.factors[-1] * self.nested["more"][0]
+
+
+class SetForAWhile(Chain):
+    """Around each block, or all of them; the same entries come back, and the containers were taken before."""
+
+    def __init__(self, *, sets: str, around: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Settings() for _ in self.blocks)
+        self.sets, self.around = sets, around
+
+    @contextlib.contextmanager
+    def changed(self, block: Any) -> Iterator[None]:
+        scaling, factors, inside = block.scaling, block.factors, block.nested["more"]
+        old = scaling["k"]
+        if self.sets == "a value":
+            scaling["k"] = 0.5
+        elif self.sets == "a key":
+            assert "extra" not in scaling
+            scaling["extra"] = 2.0
+        elif self.sets == "a list":
+            factors.append(1.25)
+        else:
+            inside[0] *= 2
+        yield
+        if self.sets == "a value":
+            scaling["k"] = old
+        elif self.sets == "a key":
+            del scaling["extra"]
+        elif self.sets == "a list":
+            factors.pop()
+        else:
+            inside[0] /= 2
+
+    def run_block(self, block: Any, x: Tensor) -> Tensor:
+        with self.changed(block) if self.around == "each" else contextlib.nullcontext():
+            x = block(x)
+        return block(x) * 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.around == "each":
+            return super().forward(x)
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for block in self.blocks:
+                stack.enter_context(self.changed(block))
+            reference = super().forward(x)
+        return super().forward(x) + reference.tanh()
+
+
+@pytest.mark.parametrize("around", ["each", "a reference"])
+@pytest.mark.parametrize("sets", ["a value", "a key", "a list", "a list in a dict"])
+def test_lists_and_dicts_of_units_that_are_changed_for_a_while(
+    pipeline: dict[str, Any], sets: str, around: str
+) -> None:
+    run = assert_parity(functools.partial(SetForAWhile, sets=sets, around=around), vectors, **pipeline, min_calls=3)
+    for block in run.module.blocks:
+        assert (block.scaling, block.factors, block.nested) == ({"k": 1.5}, [2.0, 0.5], {"more": [1.0]})
+        assert [type(value) for value in (block.scaling, block.factors, block.nested["more"])] == [dict, list, list]
