@@ -385,11 +385,24 @@ class ByAdaptersLater(ByAdapters):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
+class AdaptedLater(ByAdapters):
+    """Units that are trained, and get their adapters after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(True)
+
+    def adapt(self, layers: list[Any]) -> None:
+        self.layers = layers
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            super().adapt(self.layers)
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("model", [ByHook, ByClosure, ByAdapters, ByAdaptersLater])
-def test_weights_that_frozen_units_take_from_outside(
-    model: type[Frozen], num_microbatches: int, way_to_copy: str
-) -> None:
+@pytest.mark.parametrize("model", [ByHook, ByClosure, ByAdapters, ByAdaptersLater, AdaptedLater])
+def test_weights_that_units_take_from_outside(model: type[Frozen], num_microbatches: int, way_to_copy: str) -> None:
     if way_to_copy == "accelerator" and model is not ByHook:
         pytest.skip("weights of the host in a unit on a GPU")
     optimizer: dict[str, Any] = {"optimizer": None} if model is ByAdaptersLater else {}
