@@ -13,7 +13,9 @@ changed in place. So hidden-state recorders, auxiliary losses kept on ``self`` a
 [Note: facts]
 Under ``no_grad`` it cannot be seen which outputs would require a gradient, so the first call of a unit with a new kind
 of arguments runs with its graph, once, and leaves its :class:`Facts`: flagged slots, whether it draws random
-numbers, which buffers it writes.
+numbers, which buffers it writes. That of a frozen unit, too, which is given nothing to differentiate: a hook, a closure
+or an adapter may bring in a weight from outside. Where none does, later calls are not recorded. They run in the grad
+mode of their caller, so that a weight which comes in later is seen in their results, and learned.
 """
 
 from __future__ import annotations
@@ -206,6 +208,7 @@ class Call:
     index: int  # ordinal of the call in its micro-batch; seeds its random numbers
     trained: tuple[bool, ...]  # for each parameter of the unit whether it required a gradient when user code called it
     pending: PendingGradients  # of the micro-batch
+    trains: bool = False  # whether it is part of a training step
     leaves: Sequence[Any] = ()  # the arguments, see `common.trees`; tensors are `Offloaded` if the call is recomputed
     structure: Any = None  # of the arguments
     differentiable: Sequence[int] = ()  # indices of leaves that required a gradient
@@ -238,6 +241,13 @@ class Call:
     ran: Run | None = None  # what was noted about the forward
     versions: tuple[int, ...] | None = None  # of the weights at the end of its segment; None in that
     is_over: bool = False  # whether its backward has passed for good
+
+    def rely_on(self, facts: Facts | None) -> None:
+        """Takes what is known about such calls, which tells whether this one needs a graph; None: nothing yet."""
+        self.facts = facts
+        may_have_graph = facts is None or facts.has_loose or bool(self.differentiable) or any(self.trained)
+        self.may_be_flagged = self.grad_mode and may_have_graph
+        self.is_recorded = self.trains and self.may_be_flagged
 
     def add_gradient(self, slot: Slot, gradient: Tensor) -> None:
         """Adds to the gradient of a slot, out of place: autograd may hold the same tensor elsewhere.

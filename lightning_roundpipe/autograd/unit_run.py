@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..common import trees
 from ..common.attributes import assign, read
 from ..common.graphs import has_saved_tensor_hooks
+from ..common.seeds import derive_seed
 from ..usercode.collected_lists import Attribute
 from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
@@ -166,7 +167,7 @@ def _of_master(
 
 
 def _seed(context: UnitContext, call: Call) -> int:
-    return context.state.seed_of(call.index)
+    return derive_seed(context.state.seed, call.index)
 
 
 def _forward_seeded(

@@ -8,7 +8,7 @@ thread of the micro-batch, which holds the compute lane of the replica's device 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ def run_forward(
 ) -> ForwardResult:
     """Runs the unit on ``leaves`` (tensors anywhere). A recorded call keeps in ``call`` what its backward needs.
 
-    If the unit returns other tensors than its facts promise, it is run once more.
+    If the unit returns other tensors than its facts promise, or a graph where they promise none, it is run once more.
 
     Args:
         key: of the facts about this call, which are ``call.facts`` if they are known: its position, and its kind.
@@ -92,19 +92,22 @@ def run_forward(
     if before and not is_prepared:
         _check_written(replica, before)
         before = []
-    if facts is not None and call.is_recorded and done.unit.slots.keys() != facts.slots:
+    if facts is not None and _breaks_facts(call, facts, done.unit.slots):
         put_back(before)
         replica = full(call) if replica.is_low else replica
-        call.facts = facts = None
+        facts = None
+        call.rely_on(None)
         before = buffers_of(replica)
         done = _run(context, call, replica, leaves)
     if facts is None:
         if len(unit.facts) >= _MAX_FACTS:  # arguments that differ in every call, such as strings
             unit.facts.clear()
-        has_loose = call.is_recorded and _has_loose(context, replica, done.unit.slots.values())
+        has_loose = call.may_be_flagged and _has_loose(context, call, replica, done.unit.slots)
         facts = unit.facts[key] = _learn(replica, before, done, num_bytes_of(leaves), has_loose, similar)
         unit.written.update(facts.buffers)
-    call.facts = facts
+        call.rely_on(facts)
+        if not call.is_recorded:
+            call.leaves = ()
     if before and unit.written:
         written = {*facts.buffers, *written_buffers(replica, before)}
         unit.written |= written
@@ -265,9 +268,18 @@ def cut(context: UnitContext, call: Call, done: ForwardResult, leaves: list[Any]
                 leave_graph(call, ("input", i), context.anchor, leaves[i])
 
 
-def _has_loose(context: UnitContext, replica: Replica, results: Iterable[Tensor]) -> bool:
+def _breaks_facts(call: Call, facts: Facts, slots: Mapping[Slot, Tensor]) -> bool:
+    if not call.may_be_flagged:
+        return call.grad_mode and any([tensor.requires_grad for tensor in slots.values()])
+    return call.is_recorded and slots.keys() != facts.slots
+
+
+def _has_loose(context: UnitContext, call: Call, replica: Replica, slots: Mapping[Slot, Tensor]) -> bool:
     """Whether the graph of results leads to leaves that are neither the replica's nor the anchor."""
-    leaves = leaves_behind(node_of(result) for result in results if result.requires_grad)
+    flagged = [tensor for tensor in slots.values() if tensor.requires_grad]
+    if not (call.differentiable or any(call.trained)):
+        return bool(flagged)
+    leaves = leaves_behind(map(node_of, flagged))
     return not leaves.keys() <= {context.anchor, *replica.leaves}
 
 

@@ -162,11 +162,13 @@ class Microbatch:
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit that user code has called; the calling thread holds the user-code lock, and has it afterwards."""
         self._gate.check()
-        call = Call(unit, len(self._called), self._segment.trained(unit), self.pending)
+        call = Call(unit, len(self._called), self._segment.trained(unit), self.pending, trains=self._training)
         self._called.append(unit)
         self.record.called.append(unit)
         position = self._locate(unit)
         side_values: list[Any] = []
+        if self._is_recording:
+            self._lock.note_changed(self.state)
         if overlay := self.state.overlay:  # attributes that user code has set on the unit's modules are inputs as well
             written = [(module, name) for (key, name), (module, _) in overlay.items() if key in unit.places]
             if written:
@@ -183,8 +185,6 @@ class Microbatch:
             call.autocast = autocast_state(state.autocast_device)
             call.differentiable = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
             call.grad_mode = torch.is_grad_enabled()
-            call.may_be_flagged = call.grad_mode and (bool(call.differentiable) or any(call.trained))
-            call.is_recorded = self._training and call.may_be_flagged
             self._go_to_call(call, position, leaves)
             done = self._compute(call, position, leaves, is_training)
             cut(self._context, call, done, leaves)
@@ -234,8 +234,8 @@ class Microbatch:
         self._homes.append(device)
         given = settled(call, leaves)
         kind = (
-            self._training, call.is_recorded, call.grad_mode, is_training, len(given),
-            tuple(call.differentiable), call.trained, call.autocast,
+            self._training, call.grad_mode, is_training, len(given), tuple(call.differentiable), call.trained,
+            call.autocast,
             tuple([x for x in given if x is None or type(x) in (bool, str)]),
         )  # fmt: skip
         key = position, kind
@@ -249,7 +249,7 @@ class Microbatch:
         booked = 0
         with device.computing():
             replica = self._replica(call, learns=learns)
-            call.facts = facts
+            call.rely_on(facts)
             if device.counts_activations:
                 booked = self._books.begin_forward(device, call, input_bytes)
             if changes_buffers:

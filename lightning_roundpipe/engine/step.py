@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..common.errors import StepAborted
+from ..common.seeds import derive_seed
 from ..common.threads import Surroundings, Worker, run_threads
 from ..devices.device import DeviceLostError
 from ..devices.pool import DevicePool
@@ -52,8 +53,8 @@ class Step:
         shared = resources.exempt, failure.aborted.is_set, resources.switches, resources.draws_foreign
         self._lock = UserCodeLock(*shared) if trace is None else TracedUserCodeLock(trace, *shared)
         count, autocast_device = len(request.microbatches), request.autocast_device
-        stream = 0 if request.is_trial else None
-        self._states = [UserCodeState(i, request.seed, autocast_device, stream=stream) for i in range(count)]
+        seeds = [derive_seed(request.seed, 0 if request.is_trial else index) for index in range(count)]
+        self._states = [UserCodeState(i, seed, autocast_device) for i, seed in enumerate(seeds)]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
             state.on_late_code = resources.backward_runs_user_code.set
@@ -203,9 +204,10 @@ class Step:
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
-                with self._lists.watching(self._give) as found, self._lock.recording(self._states[0]):
+                with self._lists.watching(self._give) as watch, self._lock.recording(self._states[0], watch.look):
                     recorded = self._record(*recording)
-                self._table.filled_by_users.update(dict.fromkeys(found))
+                places = [place for _, _, held_by in watch.changed for place in held_by]
+                self._table.filled_by_users.update(dict.fromkeys(places))
                 training = recorded.has_backward if request.meets else request.training
                 plan, first = plans.record(key, recorded, count, training), 1
             schedule, records = None, []
@@ -235,11 +237,13 @@ class Step:
         recorded.peak_bytes = max(0, taken() - device.memory.used)
         return recorded
 
-    def _give(self, index: int, module: nn.Module, name: str, value: Any) -> None:
-        """Gives a micro-batch an attribute of its own; none is current."""
-        state = self._states[index]
-        self._lock.note(state, module, name)
-        state.overlay[id(module), name] = (module, value)
+    def _give(self, index: int, module: nn.Module, name: str, value: Any, original: Any) -> None:
+        """Gives a micro-batch an attribute of its own, unless it has one in the place of ``original``; none is
+        current."""
+        state, key = self._states[index], (id(module), name)
+        if key not in state.overlay or state.overlay[key][1] is original:
+            self._lock.note(state, module, name)
+            state.overlay[key] = (module, value)
 
     def _note_segment(self, plan: Plan, schedule: Schedule | None, records: Sequence[SegmentRecord]) -> None:
         """A segment has ended, in which these micro-batches ran by the plan."""

@@ -6,7 +6,8 @@
 as a copy; what the micro-batches appended or set is merged into what one call on the whole batch would have put there,
 and lands in the original container. So are lists and dicts in them (``self.outputs["preds"].append(x)``), where there
 are few, what forward hooks hold by themselves, those that units fill, see [Note: fills] in :mod:`autograd.fills`, and
-those of units that user code fills, which are found while the first micro-batch runs alone. ::
+those of units that user code changes, if only for a while (``scaling["lora"] = 0.0``). These are found while the first
+micro-batch runs alone, before each call of a unit and where it gives up the lock; from then on they are its own. ::
 
     original  [a]  --copies-->  [a] + [x0]      micro-batch 0
                                 [a] + [x1]      micro-batch 1
@@ -27,7 +28,7 @@ import copy
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -95,36 +96,26 @@ class CollectedLists:
         return copies
 
     @contextlib.contextmanager
-    def watching(self, give: Callable[[int, nn.Module, str, Any], None]) -> Iterator[list[tuple[nn.Module, str]]]:
-        """While open, the first micro-batch runs alone. Other lists and dicts, of units, that its user code has changed
-        by then are given to every micro-batch, and yielded.
+    def watching(self, give: Callable[[int, nn.Module, str, Any, Any], None]) -> Iterator[Watch]:
+        """While open, the first micro-batch runs alone. Other lists and dicts, of units, of which the watch finds by
+        then that user code has changed them are given to every micro-batch.
 
         Args:
-            give: gives a micro-batch (its index) an attribute of its own.
+            give: gives a micro-batch (its index) an attribute of its own, in the place of the original.
         """
-        known = {id(value) for _, _, value in self._originals}
-        found_now = containers_of(without_metrics(self._others))
-        others = {id(value): value for _, _, value in found_now if id(value) not in known}
-        before = [(value, nested_copy(value)) for value in others.values()]
-        found: list[tuple[nn.Module, str]] = []
+        watch = Watch(self._others, {id(value) for _, _, value in self._originals})
         try:
-            yield found
-        except BaseException:
-            for original, content in before:
-                refill(original, content)
-            raise
-        for original, content in before:
-            if is_unchanged(original, content):
-                continue
-            places = self._copies[0].places_of(original)
-            for index, copies in enumerate(self._copies):
-                own = copies.of(original)
-                if index == 0:
-                    refill(original, content)
-                for module, name in places:
-                    give(index, module, name, own)
-            self._originals += [(module, name, original) for module, name in places]
-            found += places
+            yield watch
+        finally:  # also if it fails, which leaves everything as it was
+            watch.look()
+            for original, before, places in watch.changed:
+                for index, copies in enumerate(self._copies):
+                    own = copies.of(original)
+                    if index == 0:
+                        refill(original, before)
+                    for module, name in places:
+                        give(index, module, name, own, original)
+                self._originals += [(module, name, original) for module, name in places]
 
     def collect(self, overlays: Sequence[Attributes], merge: Merge) -> None:
         """Takes the copies out of what the micro-batches have written, and puts what came into them, merged, into the
@@ -172,6 +163,36 @@ class CollectedLists:
 
     def _made_of(self, original: Any) -> list[Any]:
         return [copies.made.get(id(original)) for copies in self._copies]
+
+
+class Watch:
+    """Finds lists and dicts that change.
+
+    Args:
+        modules: they are in attributes of these.
+        known: ids of those that are left out.
+
+    Attributes:
+        changed: each with what was in it before, and the attributes that hold it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], known: Container[int]) -> None:
+        self.changed: list[tuple[Any, Any, list[tuple[nn.Module, str]]]] = []
+        places: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
+        for module, name, value in containers_of(without_metrics(modules)):
+            if id(value) not in known:
+                places.setdefault(id(value), (value, []))[1].append((module, name))
+        self._others = [(value, nested_copy(value), held_by) for value, held_by in places.values()]
+
+    def look(self) -> list[tuple[nn.Module, str]]:
+        """Attributes that hold what has changed, and had not when this was called before."""
+        is_same = [is_unchanged(now, before) for now, before, _ in self._others]
+        if all(is_same):
+            return []
+        found = [one for one, same in zip(self._others, is_same, strict=True) if not same]
+        self._others = list(itertools.compress(self._others, is_same))
+        self.changed += found
+        return [place for _, _, places in found for place in places]
 
 
 class Copies:

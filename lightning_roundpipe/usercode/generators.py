@@ -20,11 +20,13 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..common.seeds import derive_seed
 
 
 class ForeignStates:
@@ -120,17 +122,17 @@ class UserGenerators:
         if self._draws_foreign.is_set():
             self._outer_foreign.put_back()
 
-    def show(self, index: int, seed_of: Callable[[int], int]) -> None:
-        """Micro-batch ``index`` goes on with its random numbers, or begins with them; ``seed_of`` gives the seed."""
+    def show(self, index: int, seed: int) -> None:
+        """Micro-batch ``index``, whose seed in this step is ``seed``, goes on with its random numbers or begins."""
         kept, foreign = self._kept.get(index, (None, None))
         if kept is None:
-            torch.default_generator.manual_seed(seed_of(-1))
+            torch.default_generator.manual_seed(_seed_for(seed))
         else:
             torch.default_generator.set_state(kept)
         if foreign is not None:
             foreign.put_back()
         elif self._draws_foreign.is_set():
-            seed_foreign(seed_of(-1))
+            seed_foreign(_seed_for(seed))
 
     def hide(self, index: int) -> None:
         """Another micro-batch is going to be shown."""
@@ -138,7 +140,7 @@ class UserGenerators:
         self._kept[index] = torch.default_generator.get_state(), foreign
 
     @contextlib.contextmanager
-    def watching(self, index: int, seed_of: Callable[[int], int]) -> Iterator[None]:
+    def watching(self, index: int, seed: int) -> Iterator[None]:
         """Around a recording of micro-batch ``index``, which is hidden then: afterwards it is known what it draws
         from."""
         is_known = self._draws_foreign.is_set()
@@ -146,7 +148,11 @@ class UserGenerators:
         yield
         _, foreign = self._kept.get(index, (None, None))
         if not is_known and foreign is not None:
-            seed_foreign(seed_of(-1))
+            seed_foreign(_seed_for(seed))
             if not foreign.have_moved():
                 self._draws_foreign.clear()
         self._outer_foreign.put_back()
+
+
+def _seed_for(seed: int) -> int:
+    return derive_seed(seed, -1)

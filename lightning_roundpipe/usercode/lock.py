@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -51,7 +51,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..common.attributes import MISSING, Attributes, UnitWrites, assign, read
 from ..common.errors import StepAborted
-from ..common.seeds import derive_seed
 from ..common.thread_locals import AutogradLocal
 from ..weights.attributes import note_left
 from .collected_lists import Copies, content, follow
@@ -66,7 +65,7 @@ class UserCodeState:
     """What belongs to one micro-batch while it runs user code."""
 
     index: int
-    seed: int  # of the step
+    seed: int  # of the micro-batch in this step
     autocast_device: str = "cpu"  # device type of autocast, that of the GPUs if there are any
     overlay: Attributes = field(default_factory=dict)  # its values of attributes, valid while another one has the lock
     copies: Copies = field(default_factory=Copies)  # the lists and dicts of its own
@@ -86,12 +85,6 @@ class UserCodeState:
     recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     # Called when user code wants something in the backward: a checkpoint, a hook on a tensor.
     on_late_code: Callable[[], None] = lambda: None
-    # Micro-batches that are to draw the same numbers have one stream; None is one for each.
-    stream: int | None = None
-
-    def seed_of(self, place: int) -> int:
-        """Of what is drawn in the call with the index ``place``, or in user code (-1)."""
-        return derive_seed(self.seed, self.index if self.stream is None else self.stream, place)
 
 
 class UserCodeLock:
@@ -132,6 +125,7 @@ class UserCodeLock:
         self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
         self._baseline: Attributes = {}  # values before the step of what micro-batches have written
         self._latched: dict[tuple[int, str], Any] = {}
+        self._changed: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple  # see :meth:`recording`
         self._generators = UserGenerators(threading.Event() if draws_foreign is None else draws_foreign)
 
     # --- who runs ----------------------------------------------------------------------------------------------------
@@ -168,6 +162,7 @@ class UserCodeLock:
     def released(self, state: UserCodeState) -> Iterator[None]:
         """Without the lock inside, with it again afterwards (if it was held before)."""
         held = self._holder is state
+        self.note_changed(state)
         self.release(state)
         try:
             yield
@@ -263,6 +258,7 @@ class UserCodeLock:
             with mode or contextlib.nullcontext():
                 yield
         finally:
+            self.note_changed(state)
             self.release(state)
             state.unit_writes, state.call_unit, state.mode = writes, call_unit, mode
 
@@ -275,7 +271,7 @@ class UserCodeLock:
         self._switch_off()
         for (_, name), (module, value) in state.overlay.items():
             assign(module, name, value)
-        self._generators.show(state.index, state.seed_of)
+        self._generators.show(state.index, state.seed)
         self._current = state
 
     def _switch_off(self) -> None:
@@ -294,11 +290,19 @@ class UserCodeLock:
         self._generators.come_back()
 
     @contextlib.contextmanager
-    def recording(self, state: UserCodeState) -> Iterator[None]:
-        """While open, the micro-batch runs alone: afterwards it is known which generators it draws from."""
-        with self._generators.watching(state.index, state.seed_of):
+    def recording(self, state: UserCodeState, changed: Callable[[], Iterable[tuple[nn.Module, str]]]) -> Iterator[None]:
+        """While open, the micro-batch runs alone: afterwards it is known which generators it draws from. ``changed``
+        gives attributes whose lists or dicts have changed since it was called before."""
+        self._changed = changed
+        with self._generators.watching(state.index, state.seed):
             yield
             self._switch_off()
+        self._changed = tuple
+
+    def note_changed(self, state: UserCodeState) -> None:
+        """User code of ``state`` is about to give up the lock: lists and dicts that it has changed are its own."""
+        for module, name in self._changed():
+            self.note(state, module, name)
 
     # --- attribute writes --------------------------------------------------------------------------------------------
 

@@ -101,12 +101,14 @@ class Unit:
                 self.seen[place] = []
 
     def _look_at_settings(self) -> None:
-        """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability;
-        hooks inside, as what they are shown is a result of the unit; lists and dicts there are, which it may fill."""
+        """Facts hold as long as nothing switches the unit to another behaviour: its flags, numbers and trainability, or
+        another forward of a part; hooks inside, as what they are shown is a result of the unit; lists and dicts there
+        are, which it may fill."""
         plain: list[Any] = [len(module._forward_hooks) for module in self.members[1:]]
         flags: list[bool] = []
         for module in self.members:
             plain.extend([value for value in module.__dict__.values() if type(value) in _PLAIN])
+            plain.append(module.__dict__.get("forward"))
             plain.extend([name for name, value in module.__dict__.items() if is_container(value)])
             flags.extend([p.requires_grad for p in module._parameters.values() if p is not None])
         settings = [plain, flags]

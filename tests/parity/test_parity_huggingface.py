@@ -18,6 +18,7 @@ from tests.support.huggingface import (
     adapted,
     batches,
     build,
+    causal,
     classified,
     images,
     lora,
@@ -165,6 +166,40 @@ def test_gradient_checkpointing_changes_no_result(use_reentrant: bool) -> None:
     )
     assert run.watch.num_off_plan == 0
     assert run.module.model.is_gradient_checkpointing
+
+
+class Rescaled(Task):
+    """Holds the adapter close to a model in which it is off, or weaker, by the dicts of its layers."""
+
+    factor = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        layers = [module for module in self.model.modules() if isinstance(getattr(module, "scaling", None), dict)]
+        assert layers
+        before = [dict(layer.scaling) for layer in layers]
+        for layer in layers:
+            for name in layer.scaling:
+                layer.scaling[name] *= self.factor
+        with torch.set_grad_enabled(self.factor > 0):
+            reference = self.model(**batch).logits
+        for layer, scaling in zip(layers, before, strict=True):
+            layer.scaling.update(scaling)
+        output = self.model(**batch)
+        return output.loss + (output.logits - reference).pow(2).mean()
+
+
+class RescaledWithGradients(Rescaled):
+    factor = 0.25
+
+
+@pytest.mark.parametrize("task", [Rescaled, RescaledWithGradients])
+def test_scaling_that_is_set_for_a_pass(pipeline: dict[str, Any], task: type[Rescaled]) -> None:
+    def make() -> Task:
+        return task(adapted(model=causal()))
+
+    run = assert_parity(make, data_of(text), **pipeline, **own_optimizer, min_calls=8)
+    scalings = [module.scaling for module in run.module.modules() if hasattr(module, "scaling")]
+    assert {value for scaling in scalings if isinstance(scaling, dict) for value in scaling.values()} == {4.0}
 
 
 # Random numbers ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,11 @@
-"""What travels between units: containers, tensors that are changed in place, views; buffers."""
+"""What travels between units: containers, tensors that are changed in place, views; buffers;
+weights that units take from outside, and settings that user code changes in their lists and dicts."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +17,7 @@ from torch.distributions import Independent, Normal
 from torch.nn import functional as F
 
 from tests.parity.driver import assert_parity, sequential
-from tests.support.models import WIDTH, Block, Regression, vectors
+from tests.support.models import WIDTH, Block, Chain, Regression, vectors
 
 
 class Pair(NamedTuple):
@@ -306,3 +310,171 @@ def test_buffers_that_units_begin_to_write_later(pipeline: dict[str, Any]) -> No
     reference = sequential(BuffersWrittenLate, pipeline["num_microbatches"])
     run = assert_parity(BuffersWrittenLate, vectors, **pipeline, reference=reference, steps=4)
     assert all(block.total.abs().sum() > 0 for block in run.module.blocks)
+
+
+class Frozen(Chain):
+    """Trained are weights alone that frozen units reach in another way than as their own or by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.given = nn.ParameterList(torch.ones(WIDTH) for _ in self.blocks)
+
+
+class ByHook(Frozen):
+    def __init__(self) -> None:
+        super().__init__()
+        for block, weight in zip(self.blocks, self.given, strict=True):
+            block.inner.register_forward_hook(lambda module, args, output, weight=weight: output * weight)
+
+
+class Closed(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.weight(), x.mean(-1, keepdim=True)
+
+
+class ByClosure(Frozen):
+    """Only the first of several results depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Closed().requires_grad_(False) for _ in self.blocks)
+        for block, weight in zip(self.blocks, self.given, strict=True):
+            block.weight = lambda weight=weight: weight
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        x, other = block(x)
+        assert not torch.is_grad_enabled() or x.requires_grad
+        return x + other
+
+
+class Adapter(nn.Module):
+    """Takes the place of the forward of a layer that is elsewhere."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(layer.in_features, 2), nn.Linear(2, layer.out_features)
+        self.original = layer.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.original(x) + self.up(self.down(x))
+
+
+class ByAdapters(Frozen):
+    """Of which the first one sits on a unit itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[Any] = [self.stem, *(block.inner for block in self.blocks)]
+        self.adapters = nn.ModuleList(map(Adapter, layers))
+        self.adapt(layers)
+
+    def adapt(self, layers: list[Any]) -> None:
+        for layer, adapter in zip(layers, self.adapters, strict=True):
+            layer.forward = adapter.forward
+
+
+class ByAdaptersLater(ByAdapters):
+    """When units have run without them: an adapter is trained in the last two steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.adapters.requires_grad_(batch_idx > 0)
+        self.head.requires_grad_(batch_idx == 0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+class AdaptedLater(ByAdapters):
+    """Units that are trained, and get their adapters after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(True)
+
+    def adapt(self, layers: list[Any]) -> None:
+        self.layers = layers
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            super().adapt(self.layers)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("model", [ByHook, ByClosure, ByAdapters, ByAdaptersLater, AdaptedLater])
+def test_weights_that_units_take_from_outside(model: type[Frozen], num_microbatches: int, way_to_copy: str) -> None:
+    if way_to_copy == "accelerator" and model is not ByHook:
+        pytest.skip("weights of the host in a unit on a GPU")
+    optimizer: dict[str, Any] = {"optimizer": None} if model is ByAdaptersLater else {}
+    assert_parity(model, vectors, devices=2, num_microbatches=num_microbatches, **optimizer, min_calls=3)
+
+
+class Settings(Block):
+    """Reads lists and dicts that user code sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = {"k": 1.5}
+        self.factors = [2.0, 0.5]
+        self.nested: dict[str, list[float]] = {"more": [1.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * self.scaling["k"] * self.scaling.get("extra", 1.0)
+        return x * self.factors[-1] * self.nested["more"][0]
+
+
+class SetForAWhile(Chain):
+    """Around each block, or all of them; the same entries come back, and the containers were taken before."""
+
+    def __init__(self, *, sets: str, around: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Settings() for _ in self.blocks)
+        self.sets, self.around = sets, around
+
+    @contextlib.contextmanager
+    def changed(self, block: Any) -> Iterator[None]:
+        scaling, factors, inside = block.scaling, block.factors, block.nested["more"]
+        old = scaling["k"]
+        if self.sets == "a value":
+            scaling["k"] = 0.5
+        elif self.sets == "a key":
+            assert "extra" not in scaling
+            scaling["extra"] = 2.0
+        elif self.sets == "a list":
+            factors.append(1.25)
+        else:
+            inside[0] *= 2
+        yield
+        if self.sets == "a value":
+            scaling["k"] = old
+        elif self.sets == "a key":
+            del scaling["extra"]
+        elif self.sets == "a list":
+            factors.pop()
+        else:
+            inside[0] /= 2
+
+    def run_block(self, block: Any, x: Tensor) -> Tensor:
+        with self.changed(block) if self.around == "each" else contextlib.nullcontext():
+            x = block(x)
+        return block(x) * 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.around == "each":
+            return super().forward(x)
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for block in self.blocks:
+                stack.enter_context(self.changed(block))
+            reference = super().forward(x)
+        return super().forward(x) + reference.tanh()
+
+
+@pytest.mark.parametrize("around", ["each", "a reference"])
+@pytest.mark.parametrize("sets", ["a value", "a key", "a list", "a list in a dict"])
+def test_lists_and_dicts_of_units_that_are_changed_for_a_while(
+    pipeline: dict[str, Any], sets: str, around: str
+) -> None:
+    run = assert_parity(functools.partial(SetForAWhile, sets=sets, around=around), vectors, **pipeline, min_calls=3)
+    for block in run.module.blocks:
+        assert (block.scaling, block.factors, block.nested) == ({"k": 1.5}, [2.0, 0.5], {"more": [1.0]})
+        assert [type(value) for value in (block.scaling, block.factors, block.nested["more"])] == [dict, list, list]

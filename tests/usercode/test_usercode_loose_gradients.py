@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_roundpipe.engine import execution
 from tests.support.engine.steps import Steps
 from tests.support.identical import assert_identical
 
@@ -287,6 +288,30 @@ def test_gradients_are_the_same_in_every_run(kind: type[Model]) -> None:
     first, second = (Steps(model, num_devices=2) for _ in range(2))
     for step in range(2):
         assert_identical(first.gradients(batches_of(step)), second.gradients(batches_of(step)))
+
+
+def test_a_frozen_unit_that_takes_nothing_from_outside_has_a_graph_while_this_is_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered: list[str] = []
+    enter = execution.enter
+
+    def noted(call: Any, *args: Any) -> None:
+        entered.append(call.unit.name)
+        enter(call, *args)
+
+    monkeypatch.setattr(execution, "enter", noted)
+    model = Model()
+    model.units[0].requires_grad_(False)
+    steps = Steps(model, num_devices=2, copies=True)
+    first = steps.train(batches_of(0))
+    assert "units.0" in entered
+    entered.clear()
+    second = steps.train(batches_of(1))
+    assert set(entered) == {"units.1"}
+    backwards = {span.label for result in (first, second) for span in result.timeline.spans if span.label[0] == "B"}
+    assert "B units.1" in backwards
+    assert "B units.0" not in backwards
 
 
 def test_gradients_of_two_parameters_do_not_share_memory() -> None:

@@ -28,6 +28,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from ...common.attributes import attribute_set, is_container
+from ...common.seeds import derive_seed
 from ...common.trees import mapped, tensors_in
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest
@@ -147,7 +148,7 @@ class Trials:
             state = current()
             assert state is not None
             before, mode = ForeignStates(), ProofMode(draws, originals)
-            seed_foreign(state.seed_of(-1))
+            seed_foreign(derive_seed(state.seed, -1))
             seeded = ForeignStates()
             draws.begin(state.index if count > 1 else None)
             try:

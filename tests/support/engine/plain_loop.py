@@ -185,7 +185,7 @@ def plain_losses(
     losses = [torch.zeros(())] * len(batches)
 
     def seeded(*_: Any) -> None:
-        torch.manual_seed(derive_seed(seed, index, len(calls)))
+        torch.manual_seed(derive_seed(derive_seed(seed, index), len(calls)))
         calls.append(index)
 
     model.zero_grad()
