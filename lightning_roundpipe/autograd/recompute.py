@@ -212,6 +212,10 @@ class Call:
     receivers: Sequence[Receiver] = ()  # for each of them where its gradient goes
     # Attributes set by user code on the unit's modules: (master module, name); their values end `leaves`.
     side: Sequence[list[tuple[nn.Module, str]]] = ()
+    # Hooks inside the unit where user code has changed some, see [Note: hooks of a call]: attributes of master modules.
+    hooks: Sequence[tuple[nn.Module, str, Any]] = ()
+    # In a recording what was in other lists and dicts of the unit: (master module, name, the list or dict, a copy).
+    contents: Sequence[tuple[nn.Module, str, Any, Any]] = ()
     autocast: tuple[bool, torch.dtype] = (False, torch.float32)  # at the call: (enabled, dtype)
     grad_mode: bool = False  # whether gradients were switched on at the call
     may_be_flagged: bool = False  # whether its outputs can require a gradient; also in an evaluation
@@ -273,7 +277,8 @@ class Call:
         """Drops everything but the identity, as soon as the backward has passed or the step has ended."""
         self.is_over = True
         self.local = None
-        self.leaves = self.receivers = self.buffer_values = self.input_gradients = self.side = ()
+        self.leaves = self.receivers = self.buffer_values = self.input_gradients = ()
+        self.side = self.hooks = self.contents = ()
         self.gradients = {}
         self.relayed = {}
         self.samples = {}

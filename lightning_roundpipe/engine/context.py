@@ -6,6 +6,7 @@ import functools
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..autograd.compiling import UnitCompiler
 from ..common.errors import StepAborted
@@ -31,7 +32,7 @@ class Resources:
             on a tensor, a function of its own.
         workers: threads of micro-batches.
         adders: accumulation threads, see :class:`GradientStore`.
-        switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
+        switches: flags and hooks that turned out to be there for a while only, see :class:`UserCodeLock`.
         draws_foreign: see :class:`UserGenerators`.
         times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
     """
@@ -45,7 +46,7 @@ class Resources:
     adders: Workers
     workers: Workers = field(default_factory=Workers)
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
-    switches: set[tuple[int, str]] = field(default_factory=set)
+    switches: set[tuple[int, Any]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
     times_steps: bool = False
 

@@ -204,7 +204,7 @@ class Step:
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
-                with self._lists.watching(self._give) as found, self._lock.recording(self._states[0]):
+                with self._watching() as found, self._lock.recording(self._states[0]):
                     recorded = self._record(*recording)
                 self._table.filled_by_users.update(dict.fromkeys(found))
                 training = recorded.has_backward if request.meets else request.training
@@ -235,6 +235,10 @@ class Step:
         # What is on the books now is of parameters that user code uses, and stays there until the step ends.
         recorded.peak_bytes = max(0, taken() - device.memory.used)
         return recorded
+
+    def _watching(self) -> contextlib.AbstractContextManager[list[tuple[nn.Module, str]]]:
+        """Around a recording: which lists and dicts of units user code changes there."""
+        return self._lists.watching(self._give, self._states[0].changed)
 
     def _give(self, index: int, module: nn.Module, name: str, value: Any) -> None:
         """Gives a micro-batch an attribute of its own; none is current."""

@@ -95,12 +95,15 @@ class CollectedLists:
         return copies
 
     @contextlib.contextmanager
-    def watching(self, give: Callable[[int, nn.Module, str, Any], None]) -> Iterator[list[tuple[nn.Module, str]]]:
+    def watching(
+        self, give: Callable[[int, nn.Module, str, Any], None], changed: Collection[int]
+    ) -> Iterator[list[tuple[nn.Module, str]]]:
         """While open, the first micro-batch runs alone. Other lists and dicts, of units, that its user code has changed
         by then are given to every micro-batch, and yielded.
 
         Args:
             give: gives a micro-batch (its index) an attribute of its own.
+            changed: ids of those that are known to have been changed for a while.
         """
         known = {id(value) for _, _, value in self._originals}
         found_now = containers_of(without_metrics(self._others))
@@ -114,7 +117,7 @@ class CollectedLists:
                 refill(original, content)
             raise
         for original, content in before:
-            if is_unchanged(original, content):
+            if is_unchanged(original, content) and id(original) not in changed:
                 continue
             places = self._copies[0].places_of(original)
             for index, copies in enumerate(self._copies):

@@ -81,6 +81,10 @@ class UserCodeState:
     on_module_hook: Callable[[], None] = lambda: None  # called when user code registers a forward hook on a module
     # Hooks on modules that this micro-batch has registered, by (id of the module, code).
     own_hooks: dict[tuple[int, Any], list[Any]] = field(default_factory=dict)
+    # Where it has registered or removed hooks: id of the dict of hooks -> that, and what was in it before.
+    hooks_before: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    # Ids of lists and dicts of units that it has changed for a while, as far as recomputations have found.
+    changed: set[int] = field(default_factory=set)
     # Gives what a checkpoint has to run again in the backward, for a function that it runs now.
     recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     # Called when user code wants something in the backward: a checkpoint, a hook on a tensor.
@@ -93,7 +97,8 @@ class UserCodeLock:
     Args:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
         aborted: tells whether waiting has become pointless.
-        switches: flags that turned out to be switched on for a while only; all steps share them.
+        switches: flags that turned out to be switched on for a while only, by (id of the module, name), and hooks that
+            were removed again, by their code in place of a name; all steps share them.
         draws_foreign: see :class:`UserGenerators`; all steps share it.
 
     Attributes:
@@ -106,12 +111,12 @@ class UserCodeLock:
         self,
         exempt: tuple[type, ...],
         aborted: Callable[[], bool],
-        switches: set[tuple[int, str]] | None = None,
+        switches: set[tuple[int, Any]] | None = None,
         draws_foreign: threading.Event | None = None,
     ) -> None:
         self._exempt = exempt
         self._aborted = aborted
-        self._switches = set() if switches is None else switches
+        self.switches = set() if switches is None else switches
         self.switches_flags = False
         self.registered: dict[tuple[int, str], bool] = {}
         self._lock = threading.Lock()
@@ -324,11 +329,11 @@ class UserCodeLock:
         itself. The first micro-batch of a step, which runs alone, shows which flags are switches.
         """
         module, before = self._baseline[key]
-        if value and before is not True and key[1] != "training" and key not in self._switches:
+        if value and before is not True and key[1] != "training" and key not in self.switches:
             self._latched.setdefault(key, before)
             self._baseline[key] = (module, True)
         elif not value and key in self._latched:
-            self._switches.add(key)
+            self.switches.add(key)
             self._baseline[key] = (module, self._latched.pop(key))
 
     def baseline(self) -> list[tuple[nn.Module, str, Any]]:
