@@ -235,7 +235,8 @@ class Call:
     local: dict[Slot, Tensor] | None = None  # slots of the kept graph
     relayed: dict[Slot, Tensor] = field(default_factory=dict)  # what hooks inside the unit were shown
     relays: list[bool] | None = None  # per relay whether its hooks changed the output; None before the forward
-    # What a recomputation is compared with, see [Note: repeats].
+    # What a recomputation is compared with, see [Note: repeats]: weights that results depend on, and elements of them.
+    reached: frozenset[nn.Parameter] = frozenset()
     samples: dict[Slot, tuple[torch.Size, Tensor]] = field(default_factory=dict)
     gradients: dict[Slot, Tensor] = field(default_factory=dict)  # that have arrived
     input_gradients: Sequence[Tensor | None] = ()  # that its backward has given

@@ -46,7 +46,7 @@ def run_unit_backward(
         assert local is not None
     else:
         local = _recompute(context, call, replica, list(leaves))
-        check_repeats(call, local)
+        check_repeats(context, call, replica, local)
     roots = [local[slot] for slot in call.gradients]
     inside = context.inside
     inside.is_recomputing = True

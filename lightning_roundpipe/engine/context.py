@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..autograd.compiling import UnitCompiler
+from ..autograd.repeats import ComparedSteps
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Workers
 from ..devices.pool import DevicePool
@@ -32,6 +33,7 @@ class Resources:
             on a tensor, a function of its own.
         workers: threads of micro-batches.
         adders: accumulation threads, see :class:`GradientStore`.
+        compared_steps: in which ones units are compared with their recomputation.
         switches: flags and hooks that turned out to be there for a while only, see :class:`UserCodeLock`.
         draws_foreign: see :class:`UserGenerators`.
         times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
@@ -46,6 +48,7 @@ class Resources:
     adders: Workers
     workers: Workers = field(default_factory=Workers)
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
+    compared_steps: ComparedSteps = field(default_factory=ComparedSteps)
     switches: set[tuple[int, Any]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
     times_steps: bool = False
@@ -101,6 +104,7 @@ class SegmentContext:
 
     Attributes:
         is_measured: whether the costs of its calls are taken.
+        compares: whether units are compared with their recomputation, see [Note: repeats] in :mod:`autograd.repeats`.
     """
 
     plan: Plan
@@ -108,6 +112,7 @@ class SegmentContext:
     loader: Loader
     lock: UserCodeLock
     is_measured: bool
+    compares: bool
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
 
     def trained(self, unit: Unit) -> tuple[bool, ...]:

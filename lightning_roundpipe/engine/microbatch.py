@@ -264,7 +264,7 @@ class Microbatch:
                 self._books.end_forward(device, call, input_bytes, booked, has_learned=learns)
             if changes_buffers and call.kept and device.aliases_host:
                 replica.load_buffers()
-            if self._is_recording and call.is_recorded:
+            if call.is_recorded and (segment.compares or learns):
                 call.samples = samples_of(done.unit.slots)
             if self._is_recording:
                 self._segment.loader.free_recorded(replica)

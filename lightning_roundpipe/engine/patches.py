@@ -75,9 +75,14 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def patch(stack: contextlib.ExitStack, table: UnitTable, num_threads: int | None) -> None:
-    """A segment of a step begins, which ends when ``stack`` is closed; ``table`` has seen the model in this step."""
-    parameters = [p for module in table.modules for p in module._parameters.values() if p is not None]
+def patch(
+    stack: contextlib.ExitStack, table: UnitTable, parameters: list[nn.Parameter], num_threads: int | None
+) -> None:
+    """A segment of a step begins, which ends when ``stack`` is closed; ``table`` has seen the model in this step.
+
+    Args:
+        parameters: of the model.
+    """
     stack.enter_context(intercepted(table))
     stack.enter_context(nested_backwards_refused())
     stack.enter_context(hooks_out_of_the_way(parameters))
