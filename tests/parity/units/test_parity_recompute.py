@@ -17,8 +17,6 @@ from tests.parity.driver import assert_parity
 from tests.support.huggingface import Task, adapted, batches, compare_tasks, lora, text
 from tests.support.models import Block, Chain, vectors
 
-Register = Callable[[nn.Module, Tensor], Any]
-
 
 class DuringTheCall(Chain):
     """A wrapper that registers hooks inside the units, for the call of the model alone."""
@@ -26,7 +24,7 @@ class DuringTheCall(Chain):
     def register(self, x: Tensor) -> Iterator[Any]:
         """Gives the handles of hooks, which know something about the rows."""
         for block in self.blocks:
-            yield block.inner.register_forward_pre_hook(lambda module, args, rows=x[:, :1]: (args[0] * rows,))
+            yield block.inner.register_forward_pre_hook(lambda module, args: (args[0] * x[:, :1].to(args[0].device),))
 
     @contextmanager
     def hooks(self, x: Tensor) -> Iterator[None]:
@@ -52,7 +50,7 @@ class KeywordsOfPreHooks(DuringTheCall):
 
     def register(self, x: Tensor) -> Iterator[Any]:
         def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return args, {**kwargs, "scale": x[:, :1]}
+            return args, {**kwargs, "scale": x[:, :1].to(args[0].device)}
 
         for block in self.blocks:
             yield block.outer.register_forward_pre_hook(give, with_kwargs=True)
@@ -130,6 +128,14 @@ def activated() -> nn.Module:
     return adapted(lora(alora_invocation_tokens=[3]))
 
 
+def activated_under_checkpoints() -> nn.Module:
+    """PEFT registers hooks for what a checkpoint runs again."""
+    model = activated()
+    model.enable_input_require_grads()
+    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 def of_many_tasks() -> nn.Module:
     """Its router draws in training mode."""
     config = peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], r=2, n_tasks=3, n_skills=2)
@@ -159,7 +165,9 @@ class OnTheSide(Task):
         return self.model(**batch).loss
 
 
-@pytest.mark.parametrize("make", [activated, of_many_tasks, named], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [activated, activated_under_checkpoints, of_many_tasks, named], ids=lambda make: make.__name__
+)
 def test_arguments_that_peft_keeps_in_hooks(make: Callable[[], nn.Module]) -> None:
     settings = {"devices": 2, "num_microbatches": 3}
     plain, _ = compare_tasks(lambda: OnTheSide(make()), batches(marked), **settings)
