@@ -151,7 +151,7 @@ class UnitCompiler:
         that only serve results without gradient.
         """
         facts = call.facts
-        if facts is None or call.unit.written or facts.writes or call.side:
+        if facts is None or call.unit.written or facts.writes or call.side or call.hooks:
             return False
         if not all(isinstance(slot, int) for slot in facts.slots) or _has_hooks(call.unit) or _has_other_modes():
             return False

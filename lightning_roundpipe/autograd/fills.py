@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -138,12 +139,12 @@ def _note_fills(unit: Unit, places: dict[Place, None]) -> None:
             unit.fills = unit.fills | places  # another one: threads may read the old one
 
 
-def side_of(places: list[Place]) -> tuple[list[list[Place]], list[Any]]:
-    """What user code has written on a unit: for each value the places that have it, and the values. Several places may
-    have the same list or dict."""
+def side_of(unit: Unit, state: UserCodeState) -> tuple[list[list[Place]], list[Any]]:
+    """What user code has written on a unit, which are inputs as well: for each value the places that have it, and the
+    values. Several places may have the same list or dict."""
     side, values = [], []
     known: dict[int, list[Place]] = {}
-    for place in places:
+    for place in [(module, name) for (key, name), (module, _) in state.overlay.items() if key in unit.places]:
         value = read(*place)
         holders = known.get(id(value))
         if holders is None:
@@ -154,6 +155,19 @@ def side_of(places: list[Place]) -> tuple[list[list[Place]], list[Any]]:
                 known[id(value)] = holders
         holders.append(place)
     return side, values
+
+
+def contents_of(unit: Unit, side: Sequence[list[Place]]) -> list[tuple[nn.Module, str, Any, Any]]:
+    """What is in the lists and dicts of a unit, besides those that are inputs: where they are, they, copies."""
+    known = {(id(module), name) for places in side for module, name in places}
+    found = containers_of(without_metrics(unit.members))
+    return [(*one, nested_copy(one[2])) for one in found if (id(one[0]), one[1]) not in known]
+
+
+def contents_before(call: Call) -> list[Attribute]:
+    """Lists and dicts of the unit that user code has changed since the call: as the call has found them."""
+    changed = [one for one in call.contents if read(*one[:2]) is one[2] and not is_unchanged(*one[2:])]
+    return [(module, name, before) for module, name, _, before in changed]
 
 
 def fill(lock: UserCodeLock, state: UserCodeState, unit: Unit, place: Place, value: Any) -> None:

@@ -215,6 +215,10 @@ class Call:
     receivers: Sequence[Receiver] = ()  # for each of them where its gradient goes
     # Attributes set by user code on the unit's modules: (master module, name); their values end `leaves`.
     side: Sequence[list[tuple[nn.Module, str]]] = ()
+    # Hooks inside the unit where user code has changed some, see [Note: hooks of a call]: attributes of master modules.
+    hooks: Sequence[tuple[nn.Module, str, Any]] = ()
+    # In a recording what was in other lists and dicts of the unit: (master module, name, the list or dict, a copy).
+    contents: Sequence[tuple[nn.Module, str, Any, Any]] = ()
     autocast: tuple[bool, torch.dtype] = (False, torch.float32)  # at the call: (enabled, dtype)
     grad_mode: bool = False  # whether gradients were switched on at the call
     may_be_flagged: bool = False  # whether its outputs can require a gradient; also in an evaluation
@@ -234,7 +238,8 @@ class Call:
     local: dict[Slot, Tensor] | None = None  # slots of the kept graph
     relayed: dict[Slot, Tensor] = field(default_factory=dict)  # what hooks inside the unit were shown
     relays: list[bool] | None = None  # per relay whether its hooks changed the output; None before the forward
-    # What a recomputation is compared with, see [Note: repeats].
+    # What a recomputation is compared with, see [Note: repeats]: weights that results depend on, and elements of them.
+    reached: frozenset[nn.Parameter] = frozenset()
     samples: dict[Slot, tuple[torch.Size, Tensor]] = field(default_factory=dict)
     gradients: dict[Slot, Tensor] = field(default_factory=dict)  # that have arrived
     input_gradients: Sequence[Tensor | None] = ()  # that its backward has given
@@ -283,7 +288,8 @@ class Call:
         """Drops everything but the identity, as soon as the backward has passed or the step has ended."""
         self.is_over = True
         self.local = None
-        self.leaves = self.receivers = self.buffer_values = self.input_gradients = self.side = ()
+        self.leaves = self.receivers = self.buffer_values = self.input_gradients = ()
+        self.side = self.hooks = self.contents = ()
         self.gradients = {}
         self.relayed = {}
         self.samples = {}

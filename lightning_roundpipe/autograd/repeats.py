@@ -1,29 +1,62 @@
 """Whether a unit does the same when it is run again for its backward.
 
 [Note: repeats]
-Gradients are right only if the recomputation gives what the forward gave. In the recorded micro-batch, which runs alone
-on one device and is recomputed as a whole, some elements of the results of each call are kept, and compared with those
-of the recomputation: ::
+Gradients are right only if the recomputation gives what the forward gave. In steps 1, 2, 4, 8, ... 1024 that train the
+same weights (a branch that begins with zeros makes no difference in the first one), and where a unit is called in a new
+way, some elements of the results of each call are kept, and compared with those of the recomputation: ::
 
-    forward      results --samples_of--> some elements of each        (recorded micro-batch)
+    forward      results --samples_of--> some elements of each
     backward     recomputed results --check_repeats--> the same?  -- no --> RuntimeError
 
-Units that draw from generators of their own, count their calls, or fill an object that they were given are found so.
-Rounding is allowed to differ: other kernels may run.
+A call that has its graph in the forward, because facts are learned from it, is also known to reach certain weights: the
+recomputation has to reach them, even if what they add is zero.
+
+Units that draw from generators of their own, count their calls, fill an object that they were given, or read one that
+was set for their forward alone, are found so. Mostly the same kernels run, and give the same bits. Rounding is allowed
+to differ: sums may have another order, by where their numbers are in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.fingerprints import MAX_SAMPLED, sample_of
+from ..usercode.loose_gradients import leaves_behind, node_of
+from ..usercode.moves import moved
+from ..weights.parameters import Replica
 from .recompute import Call, Slot, flagged_of
+from .unit_context import UnitContext
 
-# Of the largest value. Kernels for the same product differ by less, also where one of them rounds to TF32.
-_TOLERANCE = 0.01
+_LAST_COMPARED = 1024
+# Of the largest value that is compared. In float32 the same sums in another order differ by a hundredth of that, and
+# what is computed in a lower precision by less than its epsilon, which is that of TF32 on GPUs.
+_TOLERANCE = 1e-5
+_TF32_EPS = 2.0**-10
+# Where other kernels run: units are compiled with and without a graph, or the GPUs are not alike.
+_TOLERANCE_OF_OTHERS = 0.01
+
+
+class ComparedSteps:
+    """In which steps units are compared; see [Note: repeats]."""
+
+    def __init__(self) -> None:
+        self._num_steps: Counter[tuple[Hashable, int]] = Counter()
+
+    def begin(self, key: Hashable, parameters: Iterable[nn.Parameter]) -> bool:
+        """A training step with this key begins, of a model with these parameters: whether it compares."""
+        known = key, hash(tuple([p.requires_grad for p in parameters]))
+        self._num_steps[known] += 1
+        count = self._num_steps[known]
+        return count <= _LAST_COMPARED and not count & (count - 1)
+
+    def clear(self) -> None:
+        """The next step is the first one."""
+        self._num_steps.clear()
 
 
 def samples_of(slots: Mapping[Slot, Tensor]) -> dict[Slot, tuple[torch.Size, Tensor]]:
@@ -31,11 +64,17 @@ def samples_of(slots: Mapping[Slot, Tensor]) -> dict[Slot, tuple[torch.Size, Ten
     return {slot: (tensor.shape, sample_of(tensor)) for slot, tensor in slots.items() if _is_compared(tensor)}
 
 
+def weights_behind(slots: Mapping[Slot, Tensor], replica: Replica) -> frozenset[nn.Parameter]:
+    """The master weights that the graph of the results of a unit leads to."""
+    leaves = leaves_behind(node_of(tensor) for tensor in slots.values() if tensor.requires_grad)
+    return frozenset([replica.leaves[leaf] for leaf in leaves if leaf in replica.leaves])  # type: ignore[index]
+
+
 def _is_compared(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.layout is torch.strided
 
 
-def check_repeats(call: Call, slots: Mapping[Slot, Tensor]) -> None:
+def check_repeats(context: UnitContext, call: Call, replica: Replica, slots: Mapping[Slot, Tensor]) -> None:
     """Compares the results of a recomputation with what is known of those of the forward. On the thread of the
     micro-batch; waits for the device where there are samples.
 
@@ -49,31 +88,49 @@ def check_repeats(call: Call, slots: Mapping[Slot, Tensor]) -> None:
             f"{sorted(map(str, now ^ call.flagged))} require a gradient in one of the runs only. A unit must "
             "do the same when it is called again with the same arguments."
         )
+    if call.reached and (lost := call.reached - weights_behind(slots, replica)):
+        names = [name for name, weight in call.unit.module.named_parameters() if any(weight is one for one in lost)]
+        raise _error(call, f"its results do not depend on {', '.join(names)} any more")
     for slot, (shape, before) in call.samples.items():
         found = slots.get(slot)
         if found is None or not _is_compared(found):
             continue
         if found.shape != shape:
-            raise _error(call, slot, f"the shape was {tuple(shape)}, and is {tuple(found.shape)}")
+            raise _error(call, f"in output {slot!r} the shape was {tuple(shape)}, and is {tuple(found.shape)}")
         after = sample_of(found)
-        if not _is_alike(before, after):
-            raise _error(call, slot, f"of the elements compared, up to {MAX_SAMPLED}, some differ")
+        if before.device != after.device:
+            before = moved(before, after.device, context.activations, f"sample {call.unit.name}")
+        if not _is_alike(before, after, _tolerance(context, call, replica, after)):
+            raise _error(call, f"in output {slot!r} of the elements compared, up to {MAX_SAMPLED}, some differ")
 
 
-def _is_alike(before: Tensor, after: Tensor) -> bool:
+def _tolerance(context: UnitContext, call: Call, replica: Replica, after: Tensor) -> float:
+    """For a result of a call that has run again on ``replica``, relative to its largest value."""
+    assert call.ran is not None
+    eps: float = torch.finfo(after.dtype).eps
+    if context.compiler is not None or call.ran.device.draws_as != replica.device.draws_as:
+        return max(_TOLERANCE_OF_OTHERS, math.sqrt(eps))
+    dtypes = {leaf.dtype for leaf in replica.leaves if leaf.is_floating_point()}
+    if call.autocast[0]:
+        dtypes.add(call.autocast[1])
+    lowest = max([eps, 0.0 if after.is_cpu else _TF32_EPS, *(float(torch.finfo(dtype).eps) for dtype in dtypes)])
+    return max(_TOLERANCE, lowest)
+
+
+def _is_alike(before: Tensor, after: Tensor, tolerance: float) -> bool:
     if before.dtype != after.dtype:
         return False
     finite = before[before.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    tolerance = max(_TOLERANCE, torch.finfo(before.dtype).eps ** 0.5) * largest
-    return torch.allclose(before, after, rtol=0.0, atol=tolerance, equal_nan=True)
+    return torch.allclose(before, after, rtol=0.0, atol=tolerance * largest, equal_nan=True)
 
 
-def _error(call: Call, slot: Slot, difference: str) -> RuntimeError:
+def _error(call: Call, difference: str) -> RuntimeError:
     return RuntimeError(
-        f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: in output {slot!r} "
-        f"{difference}. Its gradients would be wrong. A unit must do the same when it is called again with the same "
-        "arguments: it may draw from the generators of torch, numpy.random and random, not from one of its own "
-        "(random.Random, numpy.random.default_rng), must not change objects that it is given, nor depend on how "
-        "often it was called. Change it, or keep that part out of the units: RoundPipeStrategy(units=[...])."
+        f"unit {call.unit.name!r} gave another result when it was recomputed for the backward: {difference}. Its "
+        "gradients would be wrong. A unit must do the same when it is called again with the same arguments: it may "
+        "draw from the generators of torch, numpy.random and random, not from one of its own (random.Random, "
+        "numpy.random.default_rng), must not change objects that it is given, nor depend on how often it was called, "
+        "nor on globals and objects that the step sets for its call (attributes of modules are kept for it). Change "
+        "it, or keep that part out of the units: RoundPipeStrategy(units=[...])."
     )

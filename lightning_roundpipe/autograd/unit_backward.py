@@ -20,7 +20,7 @@ from ..weights.parameters import Replica
 from .recompute import Call, Slot, enter_graph
 from .repeats import check_repeats
 from .unit_context import UnitContext
-from .unit_run import UnitResult, autocast_as, run_unit
+from .unit_run import UnitResult, autocast_as, find_again, run_unit
 
 
 def run_unit_backward(
@@ -46,7 +46,7 @@ def run_unit_backward(
         assert local is not None
     else:
         local = _recompute(context, call, replica, list(leaves))
-        check_repeats(call, local)
+        check_repeats(context, call, replica, local)
     roots = [local[slot] for slot in call.gradients]
     inside = context.inside
     inside.is_recomputing = True
@@ -63,6 +63,7 @@ def _recompute(context: UnitContext, call: Call, replica: Replica, leaves: list[
     assert call.facts is not None
     if call.facts.draws.gpu:
         _check_draws(call, replica.device)
+    find_again(call, context.state)
     target = replica.device.torch_device
     for i in call.changed:  # the saved copy may serve other calls
         leaves[i] = leaves[i].clone()

@@ -21,10 +21,12 @@ from ..common.seeds import derive_seed
 from ..usercode.collected_lists import Attribute
 from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
+from ..usercode.lock import UserCodeState
 from ..weights.parameters import Replica
-from .fills import Fills, plain
+from .fills import Fills, contents_before, contents_of, plain, side_of
 from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Slot
+from .relays import hooks_found
 from .unit_context import NOT_REDIRECTED, UnitContext
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -84,6 +86,31 @@ class UnitResult:
     was_compiled: bool = False  # whether the unit was compiled in this run, which took most of the time
 
 
+def take_along(call: Call, state: UserCodeState, *, is_recording: bool) -> list[Any]:
+    """Keeps in a call what user code has changed on the modules of its unit: attributes, hooks, and in a recording,
+    where it is found which ones it changes, lists and dicts. Called with the user-code lock.
+
+    Returns:
+        The values of ``call.side``.
+    """
+    values: list[Any] = []
+    if state.overlay:
+        call.side, values = side_of(call.unit, state)
+    if state.hooks_before:
+        call.hooks = hooks_found(call.unit, state)
+    if is_recording:
+        call.contents = contents_of(call.unit, call.side)
+    return values
+
+
+def find_again(call: Call, state: UserCodeState) -> None:
+    """Before a call is run again: it is to find what it has found on the modules of its unit."""
+    if state.hooks_before:
+        call.hooks = hooks_found(call.unit, state, call)
+    if call.contents:
+        call.hooks = [*call.hooks, *contents_before(call)]
+
+
 def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) -> UnitResult:
     """Calls the unit's forward on ``replica``, in the caller's grad mode; the caller holds the compute lane.
 
@@ -97,7 +124,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     if here.type != "cpu":  # user code knows other devices: the host, and those of earlier calls
         leaves = [here if type(x) is torch.device and x.type in ("cpu", here.type) else x for x in leaves]
     (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
-    previous = _set_side(context, call, replica, side) if call.side else ()
+    previous = _set_side(context, call, replica, side) if call.side or call.hooks else ()
     fills = Fills(replica, learns=call.facts is None) if call.facts is None or call.unit.fills else None
     filled: list[Attribute] = []
     call.relayed = {}
@@ -120,7 +147,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         inside.run = None
         if fills is not None:
             filled = fills.end()
-        for module, name, value in previous:
+        for module, name, value in reversed(previous):
             assign(module, name, value)
     written = [_of_master(context, replica, *one) for one in (*filled, *inside.written)]
     found = _result_of(call, result, written, leaves)
@@ -243,10 +270,10 @@ def _forward_watched(
 def _set_side(
     context: UnitContext, call: Call, replica: Replica, values: list[Any]
 ) -> list[tuple[nn.Module, str, Any]]:
-    """Sets what user code has written on the unit's modules; what was there before."""
+    """Sets what user code has written on the unit's modules, and the hooks there; what was there before."""
     previous = []
-    side = ((place, value) for places, value in zip(call.side, values, strict=True) for place in places)
-    for (module, name), value in side:
+    side = ((*place, value) for places, value in zip(call.side, values, strict=True) for place in places)
+    for module, name, value in (*side, *call.hooks):
         copy = replica.copy_of(module)
         if copy is not None:
             previous.append((copy, name, read(copy, name)))

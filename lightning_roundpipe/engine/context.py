@@ -6,8 +6,10 @@ import functools
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..autograd.compiling import UnitCompiler
+from ..autograd.repeats import ComparedSteps
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Workers
 from ..devices.pool import DevicePool
@@ -31,7 +33,8 @@ class Resources:
             on a tensor, a function of its own.
         workers: threads of micro-batches.
         adders: accumulation threads, see :class:`GradientStore`.
-        switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
+        compared_steps: in which ones units are compared with their recomputation.
+        switches: flags and hooks that turned out to be there for a while only, see :class:`UserCodeLock`.
         draws_foreign: see :class:`UserGenerators`.
         times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
     """
@@ -45,7 +48,8 @@ class Resources:
     adders: Workers
     workers: Workers = field(default_factory=Workers)
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
-    switches: set[tuple[int, str]] = field(default_factory=set)
+    compared_steps: ComparedSteps = field(default_factory=ComparedSteps)
+    switches: set[tuple[int, Any]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
     times_steps: bool = False
 
@@ -100,6 +104,7 @@ class SegmentContext:
 
     Attributes:
         is_measured: whether the costs of its calls are taken.
+        compares: whether units are compared with their recomputation, see [Note: repeats] in :mod:`autograd.repeats`.
     """
 
     plan: Plan
@@ -107,6 +112,7 @@ class SegmentContext:
     loader: Loader
     lock: UserCodeLock
     is_measured: bool
+    compares: bool
     _trained: dict[Unit, tuple[bool, ...]] = field(default_factory=dict)
 
     def trained(self, unit: Unit) -> tuple[bool, ...]:

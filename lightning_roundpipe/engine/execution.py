@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..autograd.compiling import without_flags
 from ..autograd.recompute import Call, Facts, Receiver, Slot, flagged_of, leave_graph
+from ..autograd.repeats import weights_behind
 from ..autograd.undo import Buffers, buffers_of, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter
 from ..autograd.unit_context import UnitContext
@@ -188,6 +189,7 @@ def _run(context: UnitContext, call: Call, replica: Replica, leaves: list[Any]) 
     done = ForwardResult(result, replica, passed, call.changed)
     if graph and facts is None:
         done.graph_bytes = graph_bytes(slots.values(), [*slots.values(), *given, *replica.leaves])
+        call.reached = weights_behind(slots, replica)
     return done
 
 

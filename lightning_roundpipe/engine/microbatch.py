@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.fills import fill, settled, side_of
+from ..autograd.fills import fill, settled
 from ..autograd.recompute import Call, PendingGradients, check_versions
 from ..autograd.repeats import samples_of
 from ..autograd.unit_backward import run_unit_backward
 from ..autograd.unit_context import InsideUnit, UnitContext
-from ..autograd.unit_run import autocast_state
+from ..autograd.unit_run import autocast_state, take_along
 from ..common import trees
 from ..common.sizes import num_bytes_of
 from ..devices.device import Device, Run
@@ -166,13 +166,9 @@ class Microbatch:
         self._called.append(unit)
         self.record.called.append(unit)
         position = self._locate(unit)
-        side_values: list[Any] = []
         if self._is_recording:
             self._lock.note_changed(self.state)
-        if overlay := self.state.overlay:  # attributes that user code has set on the unit's modules are inputs as well
-            written = [(module, name) for (key, name), (module, _) in overlay.items() if key in unit.places]
-            if written:
-                call.side, side_values = side_of(written)
+        side_values = take_along(call, self.state, is_recording=self._is_recording)
         is_training = unit.module.training
         # From here on nothing is shared with other micro-batches until the results are written down.
         state = self.state
@@ -234,8 +230,8 @@ class Microbatch:
         self._homes.append(device)
         given = settled(call, leaves)
         kind = (
-            self._training, call.grad_mode, is_training, len(given), tuple(call.differentiable), call.trained,
-            call.autocast,
+            self._training, call.grad_mode, is_training, len(given), len(call.hooks), tuple(call.differentiable),
+            call.trained, call.autocast,
             tuple([x for x in given if x is None or type(x) in (bool, str)]),
         )  # fmt: skip
         key = position, kind
@@ -269,7 +265,7 @@ class Microbatch:
                 self._books.end_forward(device, call, input_bytes, booked, has_learned=learns)
             if changes_buffers and call.kept and device.aliases_host:
                 replica.load_buffers()
-            if self._is_recording and call.is_recorded:
+            if call.is_recorded and (segment.compares or learns):
                 call.samples = samples_of(done.unit.slots)
             if self._is_recording:
                 self._segment.loader.free_recorded(replica)

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..autograd.checkpointing import checkpoints_passed_through
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, cut_on_the_way, note_hook, reached_cut
+from ..autograd.relays import as_it_is, note_removal, own_hook
 from ..autograd.unit_context import InsideUnit
 from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
@@ -73,9 +75,14 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def patch(stack: contextlib.ExitStack, table: UnitTable, num_threads: int | None) -> None:
-    """A segment of a step begins, which ends when ``stack`` is closed; ``table`` has seen the model in this step."""
-    parameters = [p for module in table.modules for p in module._parameters.values() if p is not None]
+def patch(
+    stack: contextlib.ExitStack, table: UnitTable, parameters: list[nn.Parameter], num_threads: int | None
+) -> None:
+    """A segment of a step begins, which ends when ``stack`` is closed; ``table`` has seen the model in this step.
+
+    Args:
+        parameters: of the model.
+    """
     stack.enter_context(intercepted(table))
     stack.enter_context(nested_backwards_refused())
     stack.enter_context(hooks_out_of_the_way(parameters))
@@ -130,11 +137,7 @@ class _Interceptor:
         return state.call_unit(self._unit, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _as_it_is, (self._original,)
-
-
-def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
-    return original
+        return as_it_is, (self._original,)
 
 
 @contextlib.contextmanager
@@ -261,55 +264,53 @@ def autocast_followed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_hooks() -> Iterator[None]:
-    """While open, hooks that user code registers on outputs of units and on modules are noted.
+    """While open, hooks that user code registers on outputs of units are noted, and those that it registers on modules
+    and removes: see :class:`recompute.Receiver`, and [Note: hooks of a call] in :mod:`autograd.relays`."""
 
-    Replicas have to take over those on modules. If several micro-batches register the same one, each runs its own: they
-    may keep what they see for the step that removes them again. What hooks on outputs change:
-    :class:`recompute.Receiver`.
-    """
-
-    def noting(original: Callable[..., Any], note: Callable[[UserCodeState, Any], None]) -> Callable[..., Any]:
+    def noting(original: Callable[..., Any], note: Callable[[UserCodeState, Tensor], None]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             state = current()
             if state is not None:
                 note(state, self)
-                if isinstance(self, nn.Module) and state.unit_writes is None and args:
-                    args = (_OwnHook(state, self, args[0]), *args[1:])
             return original(self, *args, **kwargs)
 
         return method
 
+    def registering(original: Callable[..., Any], *, is_pre: bool) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register(self: nn.Module, hook: Callable[..., Any], **kwargs: Any) -> Any:
+            state = current()
+            if state is not None and state.unit_writes is None:
+                hook = own_hook(state, self, hook, is_pre=is_pre)
+            elif state is not None and not is_pre:
+                state.on_module_hook()
+            return original(self, hook, **kwargs)
+
+        return register
+
+    remove, register, register_pre = (
+        RemovableHandle.remove, nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook,
+    )  # fmt: skip
+
+    @functools.wraps(remove)
+    def noting_remove(self: RemovableHandle) -> None:
+        state, hooks = current(), self.hooks_dict_ref()
+        if state is not None and state.unit_writes is None and hooks is not None:
+            others = [ref() for ref in self.extra_dict_ref]
+            note_removal(state, self.id, (hooks, next(filter(None, others), {})))
+        remove(self)
+
     with contextlib.ExitStack() as stack:
-        for owner, name, note in (
-            (Tensor, "register_hook", _note_tensor_hook),
-            (Tensor, "retain_grad", lambda state, tensor: note_hook(tensor)),
-            (nn.Module, "register_forward_hook", lambda state, module: state.on_module_hook()),
-            (nn.Module, "register_forward_pre_hook", lambda state, module: None),
+        for owner, name, replacement in (
+            (Tensor, "register_hook", noting(Tensor.register_hook, _note_tensor_hook)),
+            (Tensor, "retain_grad", noting(Tensor.retain_grad, lambda state, tensor: note_hook(tensor))),
+            (nn.Module, "register_forward_hook", registering(register, is_pre=False)),
+            (nn.Module, "register_forward_pre_hook", registering(register_pre, is_pre=True)),
+            (RemovableHandle, "remove", noting_remove),
         ):
-            stack.enter_context(attribute_set(owner, name, noting(getattr(owner, name), note)))
+            stack.enter_context(attribute_set(owner, name, replacement))
         yield
-
-
-class _OwnHook:
-    """A hook for all but the micro-batches that register the same one: the same code, on the same module.
-
-    Copies and pickles of the module get the hook itself.
-    """
-
-    def __init__(self, owner: UserCodeState, module: nn.Module, hook: Callable[..., Any]) -> None:
-        function = hook.func if isinstance(hook, functools.partial) else hook
-        self._hook = self.__wrapped__ = hook
-        self._key = id(module), getattr(function, "__code__", type(function))
-        owner.own_hooks.setdefault(self._key, []).append(self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = current()
-        own = None if state is None else state.own_hooks.get(self._key)
-        return self._hook(*args, **kwargs) if own is None or self in own else None
-
-    def __reduce__(self) -> Any:
-        return _as_it_is, (self._hook,)
 
 
 def _note_tensor_hook(state: UserCodeState, tensor: Tensor) -> None:

@@ -161,6 +161,7 @@ class Engine:
     def _forget(self) -> None:
         self._plans.clear()
         self._resources.switches.clear()
+        self._resources.compared_steps.clear()
         self._table = None
         self._replicas.clear()
 

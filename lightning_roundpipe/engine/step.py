@@ -85,6 +85,7 @@ class Step:
         self._result = StepResult([], {}, timeline_of, num_microbatches=len(self._states))
         self._num_calls = -1  # of the segment that the result shows
         self._planning_s = 0.0
+        self._compares = False  # whether units are compared in the segment
 
     def run(self) -> StepResult:
         """Runs the step to its end.
@@ -200,7 +201,9 @@ class Step:
         resources.replicas.weights.begin_step(request.key, training=request.training, helper=self._adder)
         count = len(self._states)
         with contextlib.ExitStack() as stack:
-            patch(stack, self._table, resources.num_threads)
+            parameters = self._table.parameters()
+            self._compares = request.training and resources.compared_steps.begin(key, parameters)
+            patch(stack, self._table, parameters, resources.num_threads)
             plan, first = plans.of(key), 0
             if plan is None:
                 recording = plans.recording(request.training)
@@ -279,7 +282,7 @@ class Step:
         is_measured = resources.plans.measures(self._place.key)
         for device in resources.pool.devices:
             device.times_runs = is_measured or resources.times_steps or self._trace is not None
-        segment = SegmentContext(plan, gate, loader, self._lock, is_measured)
+        segment = SegmentContext(plan, gate, loader, self._lock, is_measured, plan.recording or self._compares)
         self._failure.gate = gate
         gate.join(len(indices))
         num_known = len(self._workers)

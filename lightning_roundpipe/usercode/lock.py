@@ -74,13 +74,14 @@ class UserCodeState:
     has_cuts: bool = False  # whether its graph leads through a unit
     lock: UserCodeLock | None = None  # of the step; None when no step runs
     call_unit: Callable[..., Any] | None = None  # runs a unit; None while the thread is inside one
-    # What brings operands of user code to one device, see [Note: implicit transfers]; None in user code, where it is on
-    # the thread's stack of modes.
+    # See [Note: implicit transfers]; None in user code, where it is on the thread's stack of modes.
     mode: TorchFunctionMode | None = None
     meet: Callable[..., Any] | None = None  # brings it to a barrier, see [Note: barriers]; None where there are none
     on_module_hook: Callable[[], None] = lambda: None  # called when user code registers a forward hook on a module
     # Hooks on modules that this micro-batch has registered, by (id of the module, code).
     own_hooks: dict[tuple[int, Any], list[Any]] = field(default_factory=dict)
+    # id of a dict of hooks that it has changed -> that, and what was in it before.
+    hooks_before: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     # Gives what a checkpoint has to run again in the backward, for a function that it runs now.
     recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     # Called when user code wants something in the backward: a checkpoint, a hook on a tensor.
@@ -93,7 +94,7 @@ class UserCodeLock:
     Args:
         exempt: module classes that are shared by all micro-batches (metrics): never isolated.
         aborted: tells whether waiting has become pointless.
-        switches: flags that turned out to be switched on for a while only; all steps share them.
+        switches: flags that were on for a while only, by (id of the module, name); hooks, by their code; of all steps.
         draws_foreign: see :class:`UserGenerators`; all steps share it.
 
     Attributes:
@@ -106,12 +107,12 @@ class UserCodeLock:
         self,
         exempt: tuple[type, ...],
         aborted: Callable[[], bool],
-        switches: set[tuple[int, str]] | None = None,
+        switches: set[tuple[int, Any]] | None = None,
         draws_foreign: threading.Event | None = None,
     ) -> None:
         self._exempt = exempt
         self._aborted = aborted
-        self._switches = set() if switches is None else switches
+        self.switches = set() if switches is None else switches
         self.switches_flags = False
         self.registered: dict[tuple[int, str], bool] = {}
         self._lock = threading.Lock()
@@ -291,8 +292,8 @@ class UserCodeLock:
 
     @contextlib.contextmanager
     def recording(self, state: UserCodeState, changed: Callable[[], Iterable[tuple[nn.Module, str]]]) -> Iterator[None]:
-        """While open, the micro-batch runs alone: afterwards it is known which generators it draws from. ``changed``
-        gives attributes whose lists or dicts have changed since it was called before."""
+        """While open, the micro-batch runs alone, which shows what it draws from; ``changed`` gives attributes whose
+        lists or dicts have changed since it was last called."""
         self._changed = changed
         with self._generators.watching(state.index, state.seed):
             yield
@@ -335,11 +336,11 @@ class UserCodeLock:
         itself. The first micro-batch of a step, which runs alone, shows which flags are switches.
         """
         module, before = self._baseline[key]
-        if value and before is not True and key[1] != "training" and key not in self._switches:
+        if value and before is not True and key[1] != "training" and key not in self.switches:
             self._latched.setdefault(key, before)
             self._baseline[key] = (module, True)
         elif not value and key in self._latched:
-            self._switches.add(key)
+            self.switches.add(key)
             self._baseline[key] = (module, self._latched.pop(key))
 
     def baseline(self) -> list[tuple[nn.Module, str, Any]]:

@@ -187,6 +187,10 @@ class UnitTable:
         """Whether the root still has the modules that it had; ``modules`` are those that it has now."""
         return len(modules) == len(self.modules) and not any(map(operator.is_not, modules, self.modules))
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the root; shared ones several times."""
+        return [p for module in self.modules for p in module._parameters.values() if p is not None]
+
     def forget_facts(self) -> None:
         """Calls have other sizes from now on, and the facts know them: they are learned again."""
         for unit in self.units.values():

@@ -1,4 +1,4 @@
-"""Units that do something else when they are run again for their backward are refused in the first step."""
+"""Units that do something else when they are run again for their backward are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -68,12 +68,13 @@ OTHERS: dict[str, Callable[[Tensor, Block], Any]] = {
     "a generator of NumPy of its own": lambda x, block: x * NUMPY.random(),
     "noise": lambda x, block: x + 0.05 * torch.from_numpy(NUMPY.standard_normal(x.shape)).float(),
     "a count of calls": lambda x, block: x * len(block.calls),
+    "a small branch": lambda x, block: x * (1 + 1e-4 * len(block.calls)),
     "in the second result": lambda x, block: (x, x * len(block.calls)),
 }
 ALIKE: dict[str, Callable[[Tensor, Block], Any]] = {
     "the same": lambda x, block: x,
-    "rounding": lambda x, block: x * (1 + 1e-4 * len(block.calls)),
-    "rounding in low precision": lambda x, block: (x * (1 + 4e-3 * len(block.calls))).bfloat16().float(),
+    "rounding": lambda x, block: x * (1 + 1e-6 * len(block.calls)),
+    "rounding in low precision": lambda x, block: (x, (x * (1 + 1e-3 * len(block.calls))).bfloat16()),
     "not a number": lambda x, block: x / torch.zeros(WIDTH),
     "generators of the process": lambda x, block: x * random.random() * np.random.rand() * torch.rand(()),
     "integers": lambda x, block: (x, torch.tensor(len(block.calls))),
@@ -90,6 +91,59 @@ def test_units_that_give_something_else_when_they_are_run_again_are_refused(
         next(steps(change, copies=copies))
 
 
+class Branch(nn.Module):
+    """A branch beside a layer, which begins at zero, as an adapter does. The step turns it on, by ``options``."""
+
+    options: ClassVar[dict[str, float]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.branch = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.zeros_(self.branch.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.options.get("scale")
+        result = self.linear(x)
+        return result if scale is None else result + scale * self.branch(x)
+
+
+def trained_branches(**options: float) -> Iterator[int]:
+    """Steps of a training of two units, on one micro-batch; what they find outside of the call is ``options``."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Branch() for _ in range(2))
+
+    def training_step(x: Tensor) -> Tensor:
+        Branch.options = {"scale": 1.0}
+        for block in model:
+            x = block(x).tanh()
+        Branch.options = options
+        return x.square().mean()
+
+    run = Steps(model, everything_recomputed)
+    for step in itertools.count(1):
+        yield step
+        for weight, gradient in run.train(
+            [torch.linspace(-1, 1, WIDTH).expand(2, -1)], 0, training_step
+        ).gradients.items():
+            weight.data -= 0.1 * gradient
+
+
+def test_a_branch_that_begins_at_zero_is_seen_as_soon_as_it_has_moved() -> None:
+    run = trained_branches(scale=0.99)
+    assert [next(run), next(run)] == [1, 2]
+    with pytest.raises(
+        RuntimeError, match=r"unit '[01]' gave another result .* some differ.*objects that the step sets"
+    ):
+        next(run)
+
+
+def test_a_branch_that_begins_at_zero_and_is_not_there_again_is_seen_at_once() -> None:
+    run = trained_branches()
+    next(run)
+    with pytest.raises(RuntimeError, match=r"unit '1' gave another result .* do not depend on branch\.weight any more"):
+        next(run)
+
+
 def test_units_that_fill_an_object_that_they_are_given_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"unit '1' gave another result .* the shape was \(2, 4\), and is \(4, 4\)"):
         next(steps(lambda x, block: x, copies=False, is_filled=True))
@@ -100,22 +154,52 @@ def test_rounding_and_what_repeats_is_no_difference(change: Callable[[Tensor, Bl
     assert len(next(steps(change, copies=True)).outputs) == 3
 
 
-def test_results_are_compared_in_the_first_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Tensor] = []
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The samples of recomputations that were compared."""
+    found: list[Tensor] = []
     is_alike = repeats._is_alike
 
-    def noted(before: Tensor, after: Tensor) -> bool:
-        compared.append(after)
-        return is_alike(before, after)
+    def noted(before: Tensor, after: Tensor, tolerance: float) -> bool:
+        found.append(after)
+        return is_alike(before, after, tolerance)
 
     monkeypatch.setattr(repeats, "_is_alike", noted)
+    return found
+
+
+def test_results_are_compared_ever_more_rarely_as_long_as_the_same_weights_are_trained(compared: list[Tensor]) -> None:
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    run = Steps(model, everything_recomputed, num_devices=2)
+
+    def training_step(x: Tensor) -> Tensor:
+        for block in model:
+            x = block(x).tanh()
+        return x.mean()
+
+    def comparing(steps: range) -> list[int]:
+        found = []
+        for step in steps:
+            run.train(torch.ones(6, WIDTH).chunk(3), step, training_step)
+            if compared:
+                found.append(step)
+            compared.clear()
+        return found
+
+    assert comparing(range(1, 11)) == [1, 2, 4, 8]
+    model[1].bias.requires_grad_(False)
+    assert comparing(range(1, 7)) == [1, 2, 4]
+    model[1].bias.requires_grad_(True)  # as in ten steps before
+    assert comparing(range(11, 18)) == [11, 16]  # in the first one because the unit is called in another way
+
+
+def test_every_recomputed_call_is_compared(compared: list[Tensor]) -> None:
     run = steps(lambda x, block: x, copies=False)
     next(run)
-    num_compared = len(compared)
-    assert num_compared >= 2
+    assert len(compared) == 2 + 1 + 1  # both units when they are recorded; then the second one keeps its graph
+    compared.clear()
     next(run)
-    next(run)
-    assert len(compared) == num_compared
+    assert len(compared) == 3
 
 
 class Counting(nn.Module):
