@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..autograd.compiled_by_user import CompiledByUser
 from ..autograd.compiling import UnitCompiler
 from ..common.errors import StepAborted
 from ..common.threads import Surroundings, Workers
@@ -33,6 +34,7 @@ class Resources:
         adders: accumulation threads, see :class:`GradientStore`.
         switches: flags that turned out to be switched on for a while only, see :meth:`UserCodeLock._latch`.
         draws_foreign: see :class:`UserGenerators`.
+        by_user: what the user has compiled.
         times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
     """
 
@@ -47,6 +49,7 @@ class Resources:
     backward_runs_user_code: threading.Event = field(default_factory=threading.Event)
     switches: set[tuple[int, str]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
+    by_user: CompiledByUser = field(default_factory=CompiledByUser)
     times_steps: bool = False
 
 
