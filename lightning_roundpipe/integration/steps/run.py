@@ -85,7 +85,7 @@ class Steps:
         self._recordings = recordings
         self._autocast_device = autocast_device
         self._scan = ModuleScan(module)
-        notices = Notices()
+        self._notices = notices = Notices()
         self.report = report
         self.engine = make_engine(module, pool, options, report, links)
         self._splitter = BatchSplitter(module, options, self._scan, notices, has_others=group.size > 1)
@@ -129,7 +129,7 @@ class Steps:
         function = getattr(self._module, name)
         with contextlib.ExitStack() as training:
             if name == "training_step":
-                training.enter_context(training_settings(self._scan))
+                training.enter_context(training_settings(self._scan, batch, self._notices))
                 training.enter_context(self._updates.computing(self._module))
                 training.enter_context(self.ranks.training_step(self._module))
             batches, (logs, result) = self._retry.run(
