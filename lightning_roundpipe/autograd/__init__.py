@@ -7,5 +7,5 @@
   same.
 - :mod:`randomness`, :mod:`checkpointing`, :mod:`parametrizations`: random numbers, the user's own checkpointing, cached
   weights.
-- :mod:`compiling`: units through ``torch.compile``.
+- :mod:`compiling`, :mod:`compiled_by_user`: units through ``torch.compile``; what the user has compiled.
 """

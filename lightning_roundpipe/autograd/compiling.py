@@ -1,4 +1,4 @@
-"""Units compiled by ``torch.compile``, once per structure.
+"""Units compiled by ``torch.compile``, once per structure; and units in which the user has compiled something.
 
 [Note: compiled units]
 The blocks of a model repeat. What is compiled is therefore a function that takes the module as an argument: weights
@@ -16,7 +16,7 @@ Compiling changes the whole process: it replaces ``Module.__call__``, sets flags
 ask for, and puts the random generators back afterwards, as if no other thread had drawn. See [Note: exclusive sections]
 in :mod:`usercode.lock`.
 
-Only calls whose compiled form does the same run that way, see :meth:`UnitCompiler._suits`; the others run as ever.
+Only calls whose compiled form does the same run that way, see :func:`_suits`; the others run as ever.
 Compiled, a unit that draws on a GPU draws other numbers. So such a call runs again as it has run before, and a forward
 that will be recomputed runs with its graph, in the very function of the recomputation (``engine.execution``). If
 something cannot be compiled, one warning names it, and the units of that structure run as ever.
@@ -37,7 +37,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 
-from ..usercode.lock import UserCodeLock, entered
+from ..usercode.lock import UserCodeLock, UserCodeState, current, entered
 from ..weights.parameters import Replica
 from ..weights.units import Unit
 from .recompute import Call
@@ -84,19 +84,22 @@ class UnitCompiler:
     """Runs units compiled, where that is possible; see [Note: compiled units].
 
     Args:
-        options: arguments of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
+        options: arguments of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``; None if only what the
+            user has compiled in units runs compiled, see [Note: functions that the user compiled] in
+            :mod:`autograd.compiled_by_user`.
 
     Raises:
         RuntimeError, ValueError: if torch does not know the options.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = dict(options)
+    def __init__(self, options: Mapping[str, Any] | None) -> None:
+        self._options = options
         self._functions: dict[Hashable, _Function] = {}
         self._structures: weakref.WeakKeyDictionary[Unit, Hashable] = weakref.WeakKeyDictionary()
         self._warned: set[Hashable] = set()
         self._lock = threading.Lock()
-        _Function(options)  # checks them
+        if options is not None:
+            _Function(options)  # checks them
 
     def run(
         self, call: Call, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any], lock: UserCodeLock
@@ -116,11 +119,13 @@ class UnitCompiler:
         """
         assert call.facts is not None
         before = call.is_compiled if call.facts.draws.gpu else None
-        if before is False or not self._suits(call):
+        suits = _suits(call)
+        if self._options is None or before is False or not suits:
             with lock.unit_running():
-                result, was_compiled, call.is_compiled = replica.module.forward(*args, **kwargs), False, False
+                result, was_compiled = _run_as_it_is(call, replica, args, kwargs, suits=suits)
+            call.is_compiled = False
         else:
-            result, was_compiled, call.is_compiled = self._run(self._function_of(replica), replica, args, kwargs, lock)
+            result, was_compiled, call.is_compiled = self._run(call, replica, args, kwargs, lock)
         if before and not call.is_compiled:
             raise RuntimeError(
                 f"unit {call.unit.name!r} draws random numbers, ran compiled, and cannot be compiled any more for its "
@@ -129,35 +134,18 @@ class UnitCompiler:
         return result, was_compiled
 
     def _run(
-        self, function: _Function, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any], lock: UserCodeLock
+        self, call: Call, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any], lock: UserCodeLock
     ) -> tuple[Any, bool, bool]:
         """The result, whether it was compiled now, and whether it ran compiled."""
-        module = replica.module
+        module, function = replica.module, self._function_of(replica)
         with lock.unit_running():
             with contextlib.suppress(_NotCompiled):
                 if function.num_versions:
                     return function.cached(module, args, kwargs), False, True
             if function.is_final:
-                return module.forward(*args, **kwargs), False, False
+                return *_run_as_it_is(call, replica, args, kwargs, suits=True), False
         with lock.exclusive(alone=True):
             return self._compile(function, replica, args, kwargs)
-
-    @staticmethod
-    def _suits(call: Call) -> bool:
-        """Whether the call does the same compiled, going by the facts about it. (Units that draw are watched instead.)
-
-        Written buffers and attributes, changed inputs, hooks on submodules and attributes that user code set are
-        followed by the engine in eager mode only. And compiled code gives zeros, in place of no gradient, to parameters
-        that only serve results without gradient.
-        """
-        facts = call.facts
-        if facts is None or call.unit.written or facts.writes or call.side or call.hooks:
-            return False
-        if not all(isinstance(slot, int) for slot in facts.slots) or _has_hooks(call.unit) or _has_other_modes():
-            return False
-        if len(facts.flagged) > 1 and torch.is_grad_enabled():
-            return not call.kept and call.gradients.keys() == call.flagged
-        return True
 
     def _function_of(self, replica: Replica) -> _Function:
         with self._lock:
@@ -165,6 +153,7 @@ class UnitCompiler:
             key = (structure, replica.device.torch_device, torch.is_grad_enabled())
             function = self._functions.get(key)
             if function is None:
+                assert self._options is not None
                 function = self._functions[key] = _Function(self._options)
             return function
 
@@ -191,7 +180,7 @@ class UnitCompiler:
             return function.cached(replica.module, args, kwargs), False, True
         if not function.is_final and function.num_versions < _MAX_VERSIONS:
             try:
-                with entered(None), _compile_settings():  # the tracer sets attributes of modules of its own
+                with entered(None), compile_settings():  # the tracer sets attributes of modules of its own
                     result = function.compiled(replica.module, args, kwargs)
             except (torch._dynamo.exc.TorchDynamoException, _NotCompiled) as error:
                 reason = _first_line(error)
@@ -221,6 +210,45 @@ class UnitCompiler:
         )
 
 
+def _run_as_it_is(
+    call: Call, replica: Replica, args: tuple[Any, ...], kwargs: dict[str, Any], *, suits: bool
+) -> tuple[Any, bool]:
+    """The result of a unit in which what the user compiled runs compiled, if that suits; and whether some was compiled
+    now."""
+    assert call.facts is not None
+    with user_compiles(suits and not call.facts.draws) as state:
+        return replica.module.forward(*args, **kwargs), state.has_compiled
+
+
+@contextlib.contextmanager
+def user_compiles(wanted: bool) -> Iterator[UserCodeState]:
+    """While open, on the thread of a micro-batch, what the user compiled runs compiled, or does not."""
+    state = current()
+    assert state is not None
+    state.runs_compiled, state.has_compiled = wanted, False
+    try:
+        yield state
+    finally:
+        state.runs_compiled = None
+
+
+def _suits(call: Call) -> bool:
+    """Whether the call does the same compiled, going by the facts about it. (Units that draw are watched instead.)
+
+    Written buffers and attributes, changed inputs, hooks on submodules and attributes that user code set are followed
+    by the engine in eager mode only. And compiled code gives zeros, in place of no gradient, to parameters that only
+    serve results without gradient.
+    """
+    facts = call.facts
+    if facts is None or call.unit.written or facts.writes or call.side or call.hooks:
+        return False
+    if not all(isinstance(slot, int) for slot in facts.slots) or _has_hooks(call.unit) or _has_other_modes():
+        return False
+    if len(facts.flagged) > 1 and torch.is_grad_enabled():
+        return not call.kept and call.gradients.keys() == call.flagged
+    return True
+
+
 def without_flags(leaves: list[Any]) -> list[Any]:
     """Arguments that do not require a gradient, for a run without a graph.
 
@@ -239,7 +267,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _compile_settings() -> Iterator[None]:
+def compile_settings() -> Iterator[None]:
     """Backwards are compiled with their forwards, so that a failure shows at once; and the limit is ours."""
     functorch, dynamo = torch._functorch.config, torch._dynamo.config
     with contextlib.ExitStack() as stack:

@@ -23,6 +23,7 @@ from ..usercode.generators import ForeignSeeded
 from ..usercode.gpu_draws import gpu_generator_seeded
 from ..usercode.lock import UserCodeState
 from ..weights.parameters import Replica
+from .compiling import user_compiles
 from .fills import Fills, contents_before, contents_of, plain, side_of
 from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Slot
@@ -215,7 +216,9 @@ def _forward(
     compiler = context.compiler
     if draws.host or draws.foreign or has_saved_tensor_hooks():
         call.is_compiled = False
-        with _NOTHING if compiler is None else context.lock.unit_running():
+        if compiler is None:
+            return *_forward_watched(context, call, replica, args, kwargs, draws), False
+        with context.lock.unit_running(), _NOTHING if call.facts is None else user_compiles(False):
             return *_forward_watched(context, call, replica, args, kwargs, draws), False
     if compiler is not None:
         result, was_compiled = compiler.run(call, replica, args, kwargs, context.lock)

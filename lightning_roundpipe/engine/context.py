@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..autograd.compiled_by_user import CompiledByUser
 from ..autograd.compiling import UnitCompiler
 from ..autograd.repeats import ComparedSteps
 from ..common.errors import StepAborted
@@ -36,6 +37,7 @@ class Resources:
         compared_steps: in which ones units are compared with their recomputation.
         switches: flags and hooks that turned out to be there for a while only, see :class:`UserCodeLock`.
         draws_foreign: see :class:`UserGenerators`.
+        by_user: what the user has compiled.
         times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
     """
 
@@ -51,6 +53,7 @@ class Resources:
     compared_steps: ComparedSteps = field(default_factory=ComparedSteps)
     switches: set[tuple[int, Any]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
+    by_user: CompiledByUser = field(default_factory=CompiledByUser)
     times_steps: bool = False
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..autograd.checkpointing import checkpoints_passed_through
+from ..autograd.compiled_by_user import compiled_functions_followed
 from ..autograd.parametrizations import parametrizations_apart, power_iterations_once
 from ..autograd.recompute import GradientCutError, cut_on_the_way, note_hook, reached_cut
 from ..autograd.relays import as_it_is, note_removal, own_hook
@@ -29,7 +30,7 @@ from ..autograd.unit_context import InsideUnit
 from ..common.attributes import attribute_set, is_registered, read
 from ..usercode.functional_calls import functional_calls_apart
 from ..usercode.gpu_draws import gpu_generators_left_alone
-from ..usercode.implicit_transfers import compiled_functions_as_they_are, functions_followed, lengths_brought_home
+from ..usercode.implicit_transfers import functions_followed, lengths_brought_home
 from ..usercode.key_value_caches import caches_followed
 from ..usercode.lock import UserCodeState, current
 from ..usercode.loose_gradients import check_unused, hooks_out_of_the_way, nested_backwards_refused
@@ -360,7 +361,7 @@ _STAYING = (
     checkpoints_passed_through,
     functions_followed,
     lengths_brought_home,
-    compiled_functions_as_they_are,
+    compiled_functions_followed,
     guarded_grad,
     gpu_generators_left_alone,
     functional_calls_apart,

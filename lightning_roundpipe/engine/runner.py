@@ -176,9 +176,14 @@ class Engine:
             ValueError: if preset costs do not match the calls.
         """
         trace = Trace(self._pool) if self.trace else None
+        by_user = self._resources.by_user
+        if by_user.is_in_units and self._resources.compiler is None:
+            self._resources.compiler = UnitCompiler(None)
         step = Step(request, self._resources, self._current_table(), trace)
         try:
-            return step.run()
+            result = step.run()
+            by_user.tell(is_final=self._resources.compiler is not None)
+            return result
         finally:
             if not self._is_open:
                 self._end_threads()

@@ -58,6 +58,7 @@ class Step:
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
             state.on_late_code = resources.backward_runs_user_code.set
+            state.on_compiled = resources.by_user.note
         self._threads: dict[int, MicrobatchThread] = {}
         self._workers: list[Worker] = []
         self._place = Place(request.key)

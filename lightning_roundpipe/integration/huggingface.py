@@ -19,12 +19,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..common.attributes import attribute_set
+from .batches.packed import packs_sequences
 from .steps.modules import ModuleScan
+from .steps.notices import Notices
 
+_CACHE = (
+    "rows of the batch hold several sequences each, and config.use_cache of {name} is on. Models of Hugging Face keep "
+    "such sequences apart only where it is off, as it is here in training steps: losses are not those of plain "
+    "Lightning, where tokens attend to the sequences before theirs. Set model.config.use_cache = False to get the same "
+    "everywhere, also in evaluations"
+)
 _opened_classes: dict[type, type] = {}
 
 
@@ -70,11 +79,12 @@ def _opening(get_prompt: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def training_settings(scan: ModuleScan) -> Iterator[None]:
+def training_settings(scan: ModuleScan, batch: Any, notices: Notices) -> Iterator[None]:
     """Key-value caches would be appended to twice, and activation checkpointing would recompute twice.
 
     Works on the attributes that ``transformers`` models share (``config.use_cache``, ``gradient_checkpointing``), and
-    on the prompts of PEFT models ([Note: prefix caches]); restores them on every exit.
+    on the prompts of PEFT models ([Note: prefix caches]); restores them on every exit. Warns where a cache that
+    is on would make another result of ``batch``.
     """
     with contextlib.ExitStack() as stack:
         for module in scan.checkpointed:
@@ -83,6 +93,8 @@ def training_settings(scan: ModuleScan) -> Iterator[None]:
         for module in scan.cached:
             config = getattr(vars(module).get("config"), "__dict__", {})
             if config.get("use_cache") is True:
+                if "cache" not in notices.given and packs_sequences(batch):
+                    notices.warn("cache", _CACHE.format(name=type(module).__name__), category=PossibleUserWarning)
                 stack.enter_context(attribute_set(module.config, "use_cache", False))
         for module in scan.prompted:
             stack.enter_context(attribute_set(module, "get_prompt", _opening(module.get_prompt)))

@@ -1,6 +1,7 @@
 """User code outside units, run as if each micro-batch were alone.
 
-- :mod:`lock`: one thread at a time, and what each micro-batch writes on modules.
+- :mod:`lock`, :mod:`running_units`: one thread at a time, and what each micro-batch writes on modules; how many units
+  run.
 - :mod:`collected_lists`, :mod:`hook_state`: lists and dicts that micro-batches fill, on modules and in hooks.
 - :mod:`functional_calls`: weights that are put in the place of parameters for one call.
 - :mod:`implicit_transfers`, :mod:`moves`: operands on several devices, and how they come together.

@@ -23,8 +23,8 @@ micro-batch calls a unit, and for its backward, except for user code in there: h
 (``UserCodeLock.in_user_code``), and the graph between units. Elsewhere in the engine it does nothing.
 
 What user code has compiled (``torch.compile(loss)``) runs as it is: compiled, a function is one operator, of which no
-mode sees the operands. Besides, torch would trace the mode with it, while units run on other threads, and its backward
-would not be one that can be walked in parts.
+mode sees the operands. Besides, torch would trace the mode with it, and its backward would not be one that can be
+walked in parts. See [Note: functions that the user compiled] in :mod:`autograd.compiled_by_user`.
 
 On virtual devices that have copies of their own no tensor tells where it is. There the rule for raw parameters is the
 same, so that what happens on GPUs can be tested: beside anything else they are operands of another device.
@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -262,19 +261,6 @@ def lengths_brought_home() -> Iterator[None]:
         return original(data, lengths if current() is None else lengths.cpu(), *args)
 
     with attribute_set(torch._VF, "_pack_padded_sequence", pack):
-        yield
-
-
-@contextlib.contextmanager
-def compiled_functions_as_they_are() -> Iterator[None]:
-    """While open, what user code has compiled runs without that."""
-    original = torch._dynamo.eval_frame._callback_from_stance
-
-    def callback_of(callback: Any) -> Any:
-        state = current()
-        return None if state is not None and _is_user_code(state) else original(callback)
-
-    with attribute_set(torch._dynamo.eval_frame, "_callback_from_stance", callback_of):
         yield
 
 

@@ -56,8 +56,7 @@ from ..weights.attributes import note_left
 from .collected_lists import Copies, content, follow
 from .generators import UserGenerators
 from .outputs import without_graph
-
-_RECHECK_S = 2.0
+from .running_units import RECHECK_S, RunningUnits
 
 
 @dataclass(eq=False)
@@ -86,6 +85,11 @@ class UserCodeState:
     recomputed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     # Called when user code wants something in the backward: a checkpoint, a hook on a tensor.
     on_late_code: Callable[[], None] = lambda: None
+    # Whether what the user compiled runs compiled in the unit that it is inside; None where that is not decided.
+    runs_compiled: bool | None = None
+    has_compiled: bool = False  # whether something has been compiled for it
+    # Called when something that the user compiled runs as it is, with what torch would compile it by.
+    on_compiled: Callable[[UserCodeState, Any], None] = lambda state, callback: None
 
 
 class UserCodeLock:
@@ -118,11 +122,9 @@ class UserCodeLock:
         self._lock = threading.Lock()
         self._holder: UserCodeState | None = None  # the micro-batch that is in user code
         self._exclusive: int | None = None  # the thread that is in an exclusive section
-        self._units_changed = threading.Condition()  # guards the next two
+        self._units = RunningUnits(aborted)
         self._walk = threading.Lock()
         self._walker: UserCodeState | None = None  # has it
-        self._num_units = 0
-        self._is_alone = False
         self._current: UserCodeState | None = None  # the micro-batch whose values modules and generator have
         self._baseline: Attributes = {}  # values before the step of what micro-batches have written
         self._latched: dict[tuple[int, str], Any] = {}
@@ -145,7 +147,7 @@ class UserCodeLock:
 
     def _wait(self) -> None:
         """Takes the lock, which another thread has."""
-        while not self._lock.acquire(timeout=_RECHECK_S):
+        while not self._lock.acquire(timeout=RECHECK_S):
             if self._aborted():
                 raise StepAborted
 
@@ -179,7 +181,7 @@ class UserCodeLock:
             return
         if not self._walk.acquire(blocking=False):
             with self.released(state):
-                while not self._walk.acquire(timeout=_RECHECK_S):
+                while not self._walk.acquire(timeout=RECHECK_S):
                     if self._aborted():
                         raise StepAborted
         self._walker = state
@@ -203,7 +205,7 @@ class UserCodeLock:
         if self._exclusive == thread or (holder is not None and holder is current()):
             yield
             return
-        with self._no_unit_running() if alone else contextlib.nullcontext():
+        with self._units.none_running() if alone else contextlib.nullcontext():
             if not self._lock.acquire(blocking=False):
                 self._wait()
             self._exclusive = thread
@@ -213,37 +215,15 @@ class UserCodeLock:
                 self._exclusive = None
                 self._lock.release()
 
-    @contextlib.contextmanager
-    def unit_running(self) -> Iterator[None]:
-        """Around a unit, in a step that compiles units: no other thread compiles meanwhile."""
-        with self._units_changed:
-            self._await_units(lambda: not self._is_alone)
-            self._num_units += 1
-        try:
-            yield
-        finally:
-            with self._units_changed:
-                self._num_units -= 1
-                self._units_changed.notify_all()
+    def unit_running(self) -> contextlib.AbstractContextManager[None]:
+        """Around a unit, in a step in which something may be compiled: no other thread compiles meanwhile."""
+        return self._units.one_running()
 
     @contextlib.contextmanager
-    def _no_unit_running(self) -> Iterator[None]:
-        with self._units_changed:
-            self._await_units(lambda: not self._is_alone)
-            self._is_alone = True  # from now on no unit begins
-        try:
-            with self._units_changed:
-                self._await_units(lambda: not self._num_units)
+    def compiling(self) -> Iterator[None]:
+        """Inside :meth:`unit_running`: as an exclusive section, alone, for something that the unit compiles."""
+        with self._units.paused(), self.exclusive(alone=True):
             yield
-        finally:
-            with self._units_changed:
-                self._is_alone = False
-                self._units_changed.notify_all()
-
-    def _await_units(self, condition: Callable[[], bool]) -> None:
-        while not self._units_changed.wait_for(condition, _RECHECK_S):
-            if self._aborted():
-                raise StepAborted
 
     @contextlib.contextmanager
     def in_user_code(self, state: UserCodeState) -> Iterator[None]:

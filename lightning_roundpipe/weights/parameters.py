@@ -26,6 +26,7 @@ from ..devices.device import Device
 from ..devices.transfer import Done, Edge, Transfer
 from .attributes import KeptAttributes
 from .buffers import ComingBuffers
+from .compiled import compiled_as, wrapping
 from .events import tell
 from .futures import unwaited
 from .gradients import sum_up
@@ -34,6 +35,7 @@ from .units import Unit, Written, rebind
 
 # What replaces the hook dictionaries of a submodule that carries forward hooks; see [Note: relays] in autograd.relays.
 Relay = Callable[[nn.Module], dict[str, Any]]
+_CALL = "_compiled_call_impl"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 Harvest = tuple[list[nn.Parameter], Transfer]  # masters, and their gradients on their way home
 
@@ -165,10 +167,6 @@ class Replica:
         own_forward = _own_forward(master)
         if own_forward is not None:
             state["forward"] = rebind(own_forward, self._copy_of, self._leaf_of)
-        # What torch.compile made is bound to the master, and would compute with the weights on the host.
-        state.pop("_compiled_call_impl", None)
-        if isinstance(master, OptimizedModule):
-            state["forward"] = self._copy_of[id(master._orig_mod)].__call__
         state["_parameters"] = {
             name: None if p is None else self._leaf_of[id(p)] for name, p in master._parameters.items()
         }
@@ -180,6 +178,13 @@ class Replica:
                 "step: replace modules before the run, or in on_train_batch_start"
             ) from None
         state["_buffers"] = dict(master._buffers)
+        if (compiled := state.pop(_CALL, None)) is not None:
+            # Around the unit itself the call is user code.
+            name, function = ("forward", copy.forward) if master is self.unit.module else (_CALL, copy._call_impl)
+            if (made := compiled_as(compiled, function)) is not None:
+                state[name] = made
+        if isinstance(master, OptimizedModule):
+            state["forward"] = wrapping(master, self._copy_of[id(master._orig_mod)])
         if master is not self.unit.module and master._forward_hooks:
             state.update(self._relay(master))
 

@@ -280,7 +280,7 @@ def _draw_into(device: torch.device, drawn: list[Tensor]) -> None:
 
 def test_a_draw_that_is_given_up_leaves_the_generator_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails while user code waits for its turn, and then for the user-code lock."""
-    monkeypatch.setattr(lock_module, "_RECHECK_S", 0.01)
+    monkeypatch.setattr(lock_module, "RECHECK_S", 0.01)
     lock, state, device = UserCodeLock((), lambda: True), UserCodeState(0, 0), torch.device("sim", 0)
     state.lock = lock
     errors: list[BaseException] = []

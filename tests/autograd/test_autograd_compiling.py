@@ -373,7 +373,7 @@ def test_a_unit_that_is_compiled_runs_alone(monkeypatch: pytest.MonkeyPatch) -> 
         return locks[-1]
 
     def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
-        seen.append((locks[-1]._num_units, locks[-1]._exclusive == threading.get_ident()))
+        seen.append((locks[-1]._units._number, locks[-1]._exclusive == threading.get_ident()))
         return graph
 
     monkeypatch.setattr(step_module, "UserCodeLock", make_lock)

@@ -113,6 +113,13 @@ def test_impossible_shared_links_are_refused(devices: tuple[int, ...], rate: flo
         SharedLink(devices, rate)
 
 
+def test_a_shared_link_of_a_list_is_the_same_as_one_of_a_tuple() -> None:
+    """JSON has lists; plans are kept by the machine that they are for."""
+    link = SharedLink(**json.loads('{"devices": [0, 1], "bytes_per_ms": 5.0}'))
+    assert link == SharedLink((0, 1), 5.0)
+    assert len({Machine(2, shared_links=(link,)), Machine(2, shared_links=(SharedLink((0, 1), 5.0),))}) == 1
+
+
 def test_a_machine_knows_what_its_devices_have_in_common() -> None:
     alike = Machine(2, 100, 5.0, 6.0)
     assert alike.is_uniform

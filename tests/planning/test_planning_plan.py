@@ -106,6 +106,16 @@ def test_close_to_the_best_of_all_forward_partitions(
     assert step_ms(plan, profile, machine, microbatches) <= 1.02 * best
 
 
+def test_evaluation_splits_a_stage_that_keeps_others_waiting() -> None:
+    profile, machine = profile_of([1, 6, 1]), Machine(3)
+    split, whole = (
+        plan_evaluation(profile, machine, num_microbatches=3, **options) for options in ({}, {"may_split": False})
+    )
+    assert max(split.splits) > 1
+    assert max(whole.splits) == 1
+    assert step_ms(split, profile, machine, 3) < 0.7 * step_ms(whole, profile, machine, 3)
+
+
 def test_a_shared_host_memory_decides_between_equals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are ranked by `simulate` where only it knows the machine."""
     profile = profile_of([1 + i % 3 for i in range(20)], weight_bytes=200)

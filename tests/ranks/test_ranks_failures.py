@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from lightning_roundpipe.ranks.failures import Mailbox, failure_of
+from lightning_roundpipe.ranks.failures import Mailbox, RankError, failure_of
+from tests.ranks.test_ranks_group import connected
 from tests.support.forks import Forks
 from tests.support.parity import make_loader, make_trainer
-from tests.support.rank_runs.launch import SOON_S, RankEnd, run_ranks
+from tests.support.rank_runs.launch import SOON_S, RankEnd, run_ranks, values_of_ranks
 from tests.support.small import Small
 
 
@@ -122,6 +123,31 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(forks: Forks, 
         assert "for 10 s, the time limit" in end.output
         assert "and rank 1 did not come" in end.output
     assert "RankError: rank 0 (" in ends[1].output or "RankError: rank 2 (" in ends[1].output
+
+
+def wait_for_a_silent_machine() -> str:
+    """Rank 1 cannot be reached any more, and its connections stay as they are, as when a machine is gone."""
+    group, told = connected(timeout_s=60.0), Path("told")
+    if group.rank == 1:
+        group.check("nothing")
+        group._mailbox.close()
+        Path("silent").touch()
+        while not told.exists():
+            threading.Event().wait(0.05)
+        return ""
+    while not Path("silent").exists():
+        threading.Event().wait(0.05)
+    with pytest.raises(RankError) as caught:
+        group.barrier("something")
+    told.touch()
+    return str(caught.value)
+
+
+def test_a_machine_that_is_silent_is_found_long_before_the_time_is_over(forks: Forks, tmp_path: Path) -> None:
+    said, _ = values_of_ranks(forks, tmp_path, 2, wait_for_a_silent_machine)
+    assert said.startswith("rank 1 (")
+    assert "its machine is out of reach" in said
+    assert "time limit" not in said
 
 
 def test_others_learn_of_an_error_with_a_long_message() -> None:

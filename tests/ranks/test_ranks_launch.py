@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_roundpipe import RoundPipeTimeline
+from lightning_roundpipe.ranks import environment
 from lightning_roundpipe.ranks.environment import Place, connect, own_devices
 from lightning_roundpipe.ranks.failures import RankError
 from tests.ranks.test_ranks_group import connected
@@ -43,7 +45,8 @@ class Telling(Small):
             strategy.reduce(torch.tensor(float(self.global_rank)), reduce_op=op) for op in ("mean", "sum")
         ]
         self.seen["gathered"] = self.all_gather({"a": torch.tensor([self.global_rank, 7])})["a"]
-        self.seen["broadcast"] = strategy.broadcast(f"from {self.global_rank}", 1)
+        mine = f"from {self.global_rank}"
+        self.seen["broadcast"] = strategy.broadcast(mine), strategy.broadcast(mine, 1)
         self.seen["all"] = strategy.reduce_boolean_decision(self.global_rank == 0, all=True)
         self.seen["any"] = strategy.reduce_boolean_decision(self.global_rank == 0, all=False)
         loader = trainer.train_dataloader
@@ -92,7 +95,7 @@ def test_every_rank_sees_what_ddp_would_show(forks: Forks, tmp_path: Path, num_n
         assert seen["devices"] == 2
         assert [float(value) for value in seen["reduced"]] == [0.5, 1.0]
         assert torch.equal(seen["gathered"], torch.tensor([[0, 7], [1, 7]]))
-        assert seen["broadcast"] == "from 1"
+        assert seen["broadcast"] == ("from 0", "from 1")
         assert (seen["all"], seen["any"]) == (False, True)
         assert seen["sampler"] == (2, rank)
         assert seen["logged"] == 0.5
@@ -179,6 +182,24 @@ def waits_in_vain() -> str:
     except RankError as error:
         return str(error)
     return "no error"
+
+
+def comes_too_early() -> int:
+    """Rank 0 comes when the other one has tried in vain."""
+    place, tried = Place(int(os.environ["RANK"]), 2, 0, 0), Path("tried")
+    environment._CONNECT = timedelta(seconds=0.1)
+    while place.rank == 0 and not tried.exists():
+        threading.Event().wait(0.05)
+    timeout = timedelta(seconds=60)
+    group = connect(place, "127.0.0.1", int(os.environ["MASTER_PORT"]), "gloo", timeout, tried.touch)
+    group.barrier("both")
+    group.close()
+    return group.size
+
+
+def test_a_rank_waits_for_one_that_starts_later_and_keeps_the_store(forks: Forks, tmp_path: Path) -> None:
+    assert values_of_ranks(forks, tmp_path, 2, comes_too_early) == [2, 2]
+    assert (tmp_path / "tried").exists()
 
 
 def test_ranks_that_never_start_are_named(forks: Forks, tmp_path: Path) -> None:

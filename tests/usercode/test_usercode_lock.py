@@ -23,7 +23,7 @@ def lock() -> UserCodeLock:
 
 @pytest.fixture
 def aborted_lock(monkeypatch: pytest.MonkeyPatch) -> UserCodeLock:
-    monkeypatch.setattr(lock_module, "_RECHECK_S", 0.001)
+    monkeypatch.setattr(lock_module, "RECHECK_S", 0.001)
     return UserCodeLock((), lambda: True)
 
 
@@ -67,8 +67,9 @@ def test_a_unit_that_is_alone_waits_for_those_that_run_and_the_next_ones_wait_fo
     first = in_thread(lambda: run("first", lock.unit_running(), waits=True))
     assert inside.wait(JOIN_S)
     alone = in_thread(lambda: run("alone", lock.exclusive(alone=True)))
-    with lock._units_changed:
-        assert lock._units_changed.wait_for(lambda: lock._is_alone, JOIN_S)
+    units = lock._units
+    with units._changed:
+        assert units._changed.wait_for(lambda: units._is_alone, JOIN_S)
     late = in_thread(lambda: run("late", lock.unit_running()))
     lock.acquire(UserCodeState(0, 0))  # a thread that waits to be alone does not hold the lock: hooks of units need it
     lock.release(lock._holder)

@@ -70,6 +70,16 @@ def find_packed(batch: Any) -> Packed | None:
     return None
 
 
+def packs_sequences(batch: Any) -> bool:
+    """Whether rows of ``batch`` hold several sequences that only a model without a key-value cache keeps apart: it
+    looks for them in the positions, where it is given no mask."""
+    if not isinstance(batch, Mapping) or batch.get("attention_mask") is not None:
+        return False
+    positions = batch.get("position_ids")
+    is_restarted = isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions[:, 1:] == 0).any())
+    return is_restarted or find_packed(batch) is not None
+
+
 def _bounds_in(key: str, value: Any, length: int) -> tuple[int, ...]:
     """The boundaries that an entry tells of, none if it does not."""
     if key.startswith(_BOUNDARIES):

@@ -117,8 +117,7 @@ class BatchSplitter:
                 "packed",
                 f"the batch is one row of {packed.num_sequences} packed sequences, and runs whole, as one micro-batch: "
                 "that is exact, but devices work one after the other. With RoundPipeStrategy(split_batch='packed') it "
-                "is cut between sequences. Models of Hugging Face keep packed sequences apart only where use_cache is "
-                "off, as it is here in training steps: set model.config.use_cache = False to get the same elsewhere",
+                "is cut between sequences",
                 category=PossibleUserWarning,
             )
             return self.weighed(MicrobatchSplit((batch,), (1,), 1))

@@ -148,7 +148,7 @@ class Steps:
         decides = name == "training_step" or self._module.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING)
         with self._splitter.weights.watching(name, warns=decides), heard_once(), contextlib.ExitStack() as training:
             if name == "training_step":
-                training.enter_context(training_settings(self._scan))
+                training.enter_context(training_settings(self._scan, batch, self._notices))
                 training.enter_context(self._updates.computing(self._module))
                 training.enter_context(self.ranks.training_step(self._module))
 

@@ -154,17 +154,17 @@ CTC |= {**SIZES, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 
 LLAMA, BERT = ("LlamaForCausalLM", SIZES), ("BertForSequenceClassification", SIZES)
 GPT2 = ("GPT2LMHeadModel", {"vocab_size": 24, "n_embd": 16, "n_layer": 1, "n_head": 2})
 XLNET = ("XLNetLMHeadModel", {"vocab_size": 24, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16})
-BOTH = {"is_decoder": True, "add_cross_attention": True}
-PAIR = {"encoder": {**SIZES, "model_type": "bert"}, "decoder": {**SIZES, **BOTH, "model_type": "bert"}}
+DECODER = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True, **SIZES}
+COMPOSED = ("EncoderDecoderModel", {"encoder": {"model_type": "bert", **SIZES}, "decoder": DECODER})
 # name: (class and sizes of each model, whether the first is frozen, rule, whether it is certain)
 CLASSES: dict[str, tuple[list[tuple[str, Any]], bool, str, bool]] = {
     "shifts": ([LLAMA], False, "causal_label_tokens", True),
     "shifts by default": ([GPT2], False, "causal_label_tokens", True),
     "does not shift": ([XLNET], False, "label_tokens", True),
-    "has a decoder that would shift": ([("EncoderDecoderModel", PAIR)], False, "label_tokens", True),
     "mean of sequences": ([("Wav2Vec2ForCTC", {**CTC, "ctc_loss_reduction": "mean"})], False, "samples", True),
     "sum of sequences": ([("Wav2Vec2ForCTC", {**CTC, "ctc_loss_reduction": "sum"})], False, "sum", True),
     "two means": ([("BertForPreTraining", SIZES)], False, "label_tokens", False),
+    "decoder with a head of its own": ([COMPOSED], False, "label_tokens", True),
     "frozen beside it": ([BERT, LLAMA], True, "causal_label_tokens", True),
     "two that disagree": ([BERT, LLAMA], False, "label_tokens", False),
 }

@@ -20,7 +20,7 @@ from lightning_roundpipe.integration.batches.loaders import Readings
 from lightning_roundpipe.integration.batches.packed import find_packed, split_packed
 from tests.support.huggingface import causal
 from tests.support.loaders import Loader
-from tests.support.parity import assert_alike, compare, make_loader, make_trainer
+from tests.support.parity import assert_alike, compare, fit, make_loader, make_trainer
 from tests.support.small import Small
 
 WIDTH = 6
@@ -113,9 +113,9 @@ def test_a_later_batch_that_reads_otherwise_names_the_leaf() -> None:
 class Packed(L.LightningModule):
     """A tiny Llama that takes rows of packed sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_cache: bool = False) -> None:
         super().__init__()
-        self.model = causal(use_cache=False)
+        self.model = causal(use_cache=use_cache)
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -143,6 +143,47 @@ def test_packed_rows_run_whole_with_one_warning(recwarn: Any) -> None:
     assert len(said) == 1
     assert "one row of 4 packed sequences" in said[0]
     assert "split_batch='packed'" in said[0]
+
+
+def _two_rows(_: Any) -> dict[str, Any]:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
+    ids = tokens(3, 12).reshape(2, 6) + 3
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def _masked(item: Any) -> dict[str, Any]:
+    return {**_two_rows(item), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    ("collate", "settings"),
+    [
+        (None, {}),
+        (None, {"options": {"split_batch": "packed"}}),
+        (None, {"num_microbatches": 1}),
+        (_two_rows, {}),
+        (_masked, {}),
+    ],
+    ids=["whole", "cut", "one", "rows", "mask"],
+)
+def test_a_cache_that_would_join_packed_sequences_is_spoken_of_once(
+    use_cache: bool, collate: Any, settings: Any, recwarn: Any
+) -> None:
+    """It is off in training steps here. Without one, and with a mask, which the model takes for the whole truth, the
+    losses are those of plain Lightning."""
+    loader: Any = packed_loader(LENGTHS, 4)
+    if collate is not None:
+        loader = DataLoader([0, 1, 2, 3], batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    differs = use_cache and collate is not _masked
+    losses = [
+        torch.tensor(fit(kind, lambda: Packed(use_cache=use_cache), loader, max_epochs=2, **own).module.losses)
+        for kind, own in (("plain", {}), ("roundpipe", settings))
+    ]
+    said = [str(w.message) for w in recwarn.list if "use_cache" in str(w.message)]
+    assert torch.allclose(losses[1], losses[0], rtol=1e-4) is not differs
+    assert len(said) == differs
+    assert all("config.use_cache of LlamaForCausalLM is on" in text for text in said)
 
 
 def test_packed_rows_are_cut_between_sequences() -> None:

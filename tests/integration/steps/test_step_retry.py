@@ -78,6 +78,18 @@ def test_auto_doubles_until_it_fits_and_keeps_the_number(make_retry: Any, forgot
     assert attempts.tried[3:] == [8]
 
 
+def test_a_step_that_is_run_again_counts_statistics_of_a_wide_batch_norm_once(make_retry: Any) -> None:
+    """Batch norm writes them without a new version: what is not copied before the step is not put back."""
+    norm, expected = nn.BatchNorm1d(2**16), nn.BatchNorm1d(2**16)
+    rows = torch.randn(4, 2**16, generator=torch.Generator().manual_seed(1))
+    expected(rows)
+    attempts = Attempts(fits_from=8, effect=lambda: norm(rows))
+    make_retry(root=norm).run("training_step", torch.zeros(20, 1), split, attempts)
+    assert attempts.tried == [2, 4, 8]
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(norm.get_buffer(name), buffer), name
+
+
 def test_each_kind_of_step_has_a_number_of_its_own(make_retry: Any) -> None:
     retry = make_retry()
     retry.run("training_step", torch.zeros(20, 1), split, Attempts(fits_from=4))
