@@ -91,6 +91,9 @@ class RoundPipeStrategy(HostStrategy):
         shard_optimizer: each of several ranks keeps the optimizer state of a part of the weights, and updates these.
         reduce_dtype: of gradients on their way between ranks: ``"bf16"`` halves what travels; sums are made in float32,
             and rounded once. None is the dtype of the weights.
+        verify: so many training steps are compared with plain autograd on the host: losses, gradients and buffers. They
+            take several times as long; what differs is an error. For one process, automatic optimization, and steps
+            that draw no random numbers.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
@@ -133,6 +136,7 @@ class RoundPipeStrategy(HostStrategy):
         stale_after_steps: int = 0,
         shard_optimizer: bool = False,
         reduce_dtype: Literal["bf16"] | None = None,
+        verify: int = 0,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,
@@ -168,6 +172,7 @@ class RoundPipeStrategy(HostStrategy):
             stale_after_steps=stale_after_steps,
             shard_optimizer=shard_optimizer,
             reduce_dtype=reduce_dtype,
+            verify=verify,
         )
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()

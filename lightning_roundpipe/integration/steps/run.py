@@ -36,6 +36,7 @@ from ..checks import check_modes
 from ..huggingface import training_settings
 from ..overlap import OptimizerOverlap
 from ..pool import make_engine
+from ..verify import Verification
 from .log_merging import LogCapture
 from .loss import loss_of
 from .loss_means import LossMeans
@@ -102,6 +103,16 @@ class Steps:
             costs=self.engine.costs,
             is_trial=is_trial,
         )
+        self._verification = Verification(
+            module,
+            self._scan,
+            options.verify,
+            pool=pool,
+            engine=self.engine,
+            notices=notices,
+            autocast_device=autocast_device,
+            num_ranks=group.size,
+        )
         self.manual: ManualOptimization | None = None
 
     def arrives(self, batch: Any) -> None:
@@ -136,7 +147,9 @@ class Steps:
                 name,
                 batch,
                 self._splitter.of(name, batch, rest),
-                lambda batches: self._attempt(name, lambda part: function(part, *rest), batches, loss_scale),
+                lambda batches: self._verification.run(
+                    name, lambda part: function(part, *rest), batches, loss_scale, self._attempt
+                ),
             )
             batches.bring_back(batch)
             logs.replay(batches)
