@@ -23,7 +23,7 @@ Experimental:
     the command ``roundpipe`` prints, also as JSON; the form of saved profiles and traces.
 
     Options of the strategy: ``virtual_copies``, ``virtual_speeds``, ``compile_units``, ``cost_profile``,
-    ``stale_after_steps`` (and ``optimizer_overlap="stale"``), ``shard_optimizer``, ``reduce_dtype``.
+    ``stale_after_steps`` (and ``optimizer_overlap="stale"``), ``shard_optimizer``, ``reduce_dtype``, ``verify``.
 
 Modules and attributes that are named in neither list are internal.
 """

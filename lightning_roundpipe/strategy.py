@@ -94,6 +94,9 @@ class RoundPipeStrategy(HostStrategy):
         check_split: what follows if splitting a batch changes what is trained, as is tried on the first one:
             ``"exact"`` runs batches whole where ``num_microbatches`` is ``"auto"``, and else warns; ``"warn"`` warns,
             ``"error"`` raises, for logged values and outputs as well; ``"off"`` does not try.
+        verify: so many training steps are compared with plain autograd on the host: losses, gradients and buffers. They
+            take several times as long; what differs is an error. For one process, automatic optimization, and steps
+            that draw no random numbers.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
@@ -137,6 +140,7 @@ class RoundPipeStrategy(HostStrategy):
         shard_optimizer: bool = False,
         reduce_dtype: Literal["bf16"] | None = None,
         check_split: Literal["exact", "warn", "error", "off"] = "exact",
+        verify: int = 0,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,
@@ -173,6 +177,7 @@ class RoundPipeStrategy(HostStrategy):
             shard_optimizer=shard_optimizer,
             reduce_dtype=reduce_dtype,
             check_split=check_split,
+            verify=verify,
         )
         self._recordings = Recordings(trace, save_profile)
         self._links = Links()

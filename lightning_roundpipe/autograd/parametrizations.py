@@ -77,10 +77,10 @@ class _Tables(threading.local):
             table[key] = value
 
 
-def _iterates(norm: _SpectralNorm | SpectralNorm, came_first: dict[Any, int]) -> bool:
+def _iterates(norm: _SpectralNorm | SpectralNorm, came_first: dict[Any, int], in_plain_code: bool) -> bool:
     state = current()
     if state is None:
-        return True
+        return in_plain_code
     if state.unit_writes is not None:
         return state.index == 0
     return came_first.setdefault(norm, state.index) == state.index
@@ -93,19 +93,23 @@ def _write_as_they_are(*vectors: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def power_iterations_once() -> Iterator[None]:
-    """While open, spectral normalisation iterates in one micro-batch alone; see [Note: power iterations]."""
+def power_iterations_once(*, in_plain_code: bool = True) -> Iterator[None]:
+    """While open, spectral normalisation iterates in one micro-batch alone; see [Note: power iterations].
+
+    Args:
+        in_plain_code: whether it iterates where no micro-batch is under way.
+    """
     came_first: dict[Any, int] = {}
     iterate, compute = _SpectralNorm._power_method, SpectralNorm.compute_weight
 
     def iterate_once(self: _SpectralNorm, weight: Tensor, num_iterations: int) -> None:
-        if _iterates(self, came_first):
+        if _iterates(self, came_first, in_plain_code):
             iterate(self, weight, num_iterations)
         else:
             _write_as_they_are(self._u, self._v)
 
     def compute_once(self: SpectralNorm, module: Any, do_power_iteration: bool) -> Tensor:
-        if do_power_iteration and not _iterates(self, came_first):
+        if do_power_iteration and not _iterates(self, came_first, in_plain_code):
             names, weight = (f"{self.name}_u", f"{self.name}_v"), f"{self.name}_orig"
             _write_as_they_are(*(getattr(module, name) for name in names))
             # Copies, as with an iteration: the graph must not hold what is iterated in place.

@@ -194,6 +194,7 @@ def _report(facts: Facts, unknown: Reasons, found: list[Finding]) -> Iterator[st
         yield "Nothing is wrong."
     if facts.get("gpus") == []:
         yield "There is no GPU to train on: devices are virtual, on the cores of the host."
+    yield "Are results wrong? RoundPipeStrategy(verify=2) compares two training steps with plain autograd."
 
 
 def _label(name: str) -> str:

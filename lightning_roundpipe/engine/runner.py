@@ -182,7 +182,8 @@ class Engine:
         step = Step(request, self._resources, self._current_table(), trace)
         try:
             result = step.run()
-            by_user.tell(is_final=self._resources.compiler is not None)
+            if not request.is_trial:
+                by_user.tell(is_final=self._resources.compiler is not None)
             return result
         finally:
             if not self._is_open:

@@ -9,5 +9,6 @@
 - :mod:`overlap`, :mod:`sharding`: updates behind the pipeline; gradients and optimizer state divided among ranks.
 - :mod:`foreign_checkpoints`, :mod:`huggingface`, :mod:`profiling`: checkpoints of other strategies, settings of
   models, Lightning's profilers.
+- :mod:`verify`: training steps beside plain autograd, for those who look for an error.
 - :mod:`pool`, :mod:`links`: the devices that the options ask for, and the engine on them; what is known of their links.
 """

@@ -40,6 +40,7 @@ from ..overlap import OptimizerOverlap
 from ..pool import make_engine
 from ..proof.proof import Proof
 from ..proof.trial import Trials
+from ..verify import Verification
 from .hints import hint_at_single
 from .log_merging import LogCapture
 from .loss import loss_of
@@ -120,6 +121,16 @@ class Steps:
             autocast_device=autocast_device,
             is_trial=is_trial,
         )
+        self._verification = Verification(
+            module,
+            self._scan,
+            options.verify,
+            pool=pool,
+            engine=self.engine,
+            notices=notices,
+            autocast_device=autocast_device,
+            num_ranks=group.size,
+        )
         self.manual: ManualOptimization | None = None
 
     def arrives(self, batch: Any) -> None:
@@ -160,7 +171,7 @@ class Steps:
                 name,
                 batch,
                 self._splitting(name, batch, rest),
-                lambda batches: self._attempt(name, call, batches, loss_scale),
+                lambda batches: self._verification.run(name, call, batches, loss_scale, self._attempt),
             )
             batches.bring_back(batch)
             logs.replay(batches)
