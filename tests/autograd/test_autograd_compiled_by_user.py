@@ -18,6 +18,8 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_roundpipe.engine import step as step_module
+from lightning_roundpipe.usercode.lock import UserCodeLock
 from tests.parity.driver import assert_same, plain, train
 from tests.support.models import WIDTH, Block, Chain, vectors
 from tests.support.parity import Run
@@ -263,6 +265,29 @@ def test_something_compiled_in_a_unit_that_is_not_compiled_itself_runs_compiled(
     assert_same(run, expected)
     assert [one.split(":")[0] for one in said] == ["compile_units"]
     assert counter.num_calls > 0
+
+
+def test_what_is_compiled_in_a_unit_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As units are: it changes the whole process."""
+    locks: list[UserCodeLock] = []
+    seen: list[tuple[int, bool]] = []
+
+    def make_lock(*args: Any) -> UserCodeLock:
+        locks.append(UserCodeLock(*args))
+        return locks[-1]
+
+    def noting(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        seen.append((locks[-1]._units._number, locks[-1]._exclusive == threading.get_ident()))
+        return graph
+
+    def compile_blocks(model: Model) -> None:
+        for block in model.blocks:
+            block.function = torch.compile(scaled, backend=noting)
+
+    monkeypatch.setattr(step_module, "UserCodeLock", make_lock)
+    _run(lambda: Model(compile_blocks))
+    assert seen
+    assert set(seen) == {(0, True)}
 
 
 def test_outside_of_steps_torch_compiles_as_ever(counter: Counter) -> None:

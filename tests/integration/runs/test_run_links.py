@@ -1,15 +1,19 @@
-"""What a run says of its links, and where it measures none."""
+"""What a run says of its links, and where it measures none; what it plans with them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_roundpipe import VirtualLink
 from lightning_roundpipe.integration import links
+from lightning_roundpipe.integration import pool as pool_module
 from lightning_roundpipe.integration.links import Links, describe
-from lightning_roundpipe.planning.costs import DeviceTraits, Machine, SharedLink
+from lightning_roundpipe.options import RoundPipeOptions
+from lightning_roundpipe.planning.costs import CallCost, CostProfile, DeviceTraits, Machine, SharedLink
+from tests.support.engine.lazy_link import cpu_pool
 from tests.support.parity import make_loader, make_trainer
 from tests.support.small import Small
 
@@ -57,3 +61,11 @@ def test_the_log_says_what_differs_and_what_is_shared() -> None:
         "latency 10.0 us, memory of the host 180 GB/s\n"
         "devices that share a link: 0, 2 (26.0 GB/s)"
     )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_plans_split_a_stage_over_devices_where_that_is_faster(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "Engine", lambda root, pool, planner, **options: planner)
+    planner: Any = pool_module.make_engine(nn.Linear(1, 1), cpu_pool(3), RoundPipeOptions(), None, None)
+    profile = CostProfile(tuple(CallCost(name, ms, 2 * ms) for name, ms in (("a", 1.0), ("b", 6.0), ("c", 1.0))))
+    assert max(planner(profile, Machine(3), 3, training).splits) > 1
