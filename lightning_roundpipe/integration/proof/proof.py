@@ -75,14 +75,13 @@ class Proof:
 
     def __init__(
         self,
+        trials: Trials,
         scan: ModuleScan,
         splitter: BatchSplitter,
-        trials: Trials,
         retry: Retry,
         notices: Notices,
         options: RoundPipeOptions,
         group: RankGroup,
-        *,
         autocast_device: str,
         is_trial: Callable[[], bool],
     ) -> None:

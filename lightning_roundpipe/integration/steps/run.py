@@ -110,16 +110,9 @@ class Steps:
             costs=self.engine.costs,
             is_trial=is_trial,
         )
+        trials = Trials(module, self._scan, self.engine, pool, autocast_device)
         self._proof = Proof(
-            self._scan,
-            self._splitter,
-            Trials(module, self._scan, self.engine, pool, autocast_device),
-            self._retry,
-            notices,
-            options,
-            group,
-            autocast_device=autocast_device,
-            is_trial=is_trial,
+            trials, self._scan, self._splitter, self._retry, notices, options, group, autocast_device, is_trial
         )
         self._verification = Verification(
             module,
