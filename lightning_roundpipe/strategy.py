@@ -149,9 +149,11 @@ class RoundPipeStrategy(HostStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        lightning = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision_plugin": precision_plugin}
-        ranks = {"ranks_per_node": ranks_per_node, "cluster_environment": cluster_environment, "timeout": timeout}
-        super().__init__(process_group_backend=process_group_backend, **ranks, **lightning)
+        super().__init__(
+            ranks_per_node=ranks_per_node, process_group_backend=process_group_backend, timeout=timeout,
+            cluster_environment=cluster_environment, accelerator=accelerator, checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )  # fmt: skip
         self.options = RoundPipeOptions(
             num_microbatches=num_microbatches,
             round_size=round_size,

@@ -42,6 +42,7 @@ _MEANINGS = {
     "causal_label_tokens": "means over the labels that are not -100, without the first of each row",
     "sum": "sums: every micro-batch counts fully, and a logged loss is best logged with reduce_fx='sum'",
 }
+RULES = tuple(_MEANINGS)
 _LABEL_RULES = ("label_tokens", "causal_label_tokens")
 
 
@@ -157,10 +158,15 @@ class LossWeights:
             return (chosen,)
         return tuple(dict.fromkeys((chosen, "samples", *_label_rules(microbatches), "sum")))
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether what weighs in the step that is under way is only the likeliest."""
+        untold = self._untold
+        return untold is not None and not (isinstance(untold, Decision) and untold.sign in self._taken)
+
     def settle(self, rule: str, why: str) -> None:
         """Makes ``rule`` what ``"auto"`` means from now on, as far as batches have what it counts; the log says so.
-
-        Over ranks it has to be the same one everywhere.
+        On all ranks it is the same one.
 
         Args:
             why: goes on the sentence "takes losses for means over ..., because".
@@ -187,8 +193,8 @@ class LossWeights:
         finally:
             for handle in handles:
                 handle.remove()
+        is_certain = not self.is_guess
         untold, self._untold = self._untold, None
-        is_certain = isinstance(untold, Decision) and untold.sign in self._taken
         name = "loss weight" if is_certain else "guessed loss weight"
         if untold is None or name in self._notices.given or not (is_certain or warns):
             return

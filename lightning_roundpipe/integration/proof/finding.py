@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,11 @@ class Pair:
     parts: Batches
     seed: int
 
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return sum(self.parts.sizes)
+
     def tried(self, trials: Trials, times: int = 1) -> tuple[Outcome, Outcome]:
         """The outcomes of both.
 
@@ -101,6 +106,21 @@ class Pair:
             raise TrialError(is_of_parts=len(given) > 1) from error
 
 
+def fits(one: Outcome, other: Outcome, loss_weights: Sequence[float], rounding: float) -> bool:
+    """Whether the loss of the rows as one micro-batch is that of the parts with these weights, as far as is known."""
+    whole, merged, values = _losses(one, other, loss_weights)
+    return whole is None or merged is None or are_close(whole, merged, rounding, beside=values)
+
+
+def _losses(
+    one: Outcome, other: Outcome, loss_weights: Sequence[float]
+) -> tuple[float | None, float | None, list[float]]:
+    """The loss of the rows as one micro-batch, that of the parts together, and those of the parts that count."""
+    whole, *parts = map(_number, (*one.losses, *other.losses)) if one.losses else [None]
+    used = [(value, weight) for value, weight in zip(parts, loss_weights, strict=False) if value is not None and weight]
+    return whole, math.fsum(value * weight for value, weight in used) if used else None, [value for value, _ in used]
+
+
 class Comparison:
     """Of the outcomes of two trials."""
 
@@ -113,7 +133,7 @@ class Comparison:
         self._one = one
         self._other = other
         self._rounding = rounding
-        self._rows = f"{sum(pair.parts.sizes)} rows"
+        self._rows = f"{pair.rows} rows"
 
     def finding(self) -> Finding:
         """What differs, and what it means."""
@@ -147,19 +167,16 @@ class Comparison:
                 finding.decisive.append(f"{kind} changes {found.path} in place, which is {self._told(found)}")
 
     def _look_at_loss(self, finding: Finding, one: Outcome, other: Outcome, whose: str = "") -> None:
-        whole, *parts = map(_number, (*one.losses, *other.losses)) if one.losses else [None]
-        pairs = zip(parts, self._pair.parts.loss_weights, strict=False)
-        used = [(value, weight) for value, weight in pairs if value is not None and weight]
-        if whole is None or not used:
-            if whole is not None or used:
+        whole, merged, values = _losses(one, other, self._pair.parts.loss_weights)
+        if whole is None or merged is None:
+            if whole is not merged:
                 finding.decisive.append(f"{self._pair.kind} has a loss for {self._rows} or for parts of them, not both")
             return
-        values, merged = [value for value, _ in used], math.fsum(value * weight for value, weight in used)
         if are_close(whole, merged, self._rounding, beside=values):
             return
         told = self._told(Difference("", *told_apart(whole, merged)))
         text = f"splitting the batch changes the loss{whose}, which is {told}"
-        if not whose and len(values) == len(parts) == 2:
+        if not whose and len(values) == 2:
             cause, finding.way = cause_of_loss(self._scan, self._pair.parts, whole, values, one.square, self._rounding)
             text += f", probably because {cause}"
         finding.decisive.append(text)

@@ -42,19 +42,25 @@ from ...common.seeds import derive_seed
 from ...common.trees import children_of, mapped
 from ...options import RoundPipeOptions
 from ...ranks.group import RankGroup
+from ..batches.loss_weight import RULES, Rule
+from ..batches.microbatches import MicrobatchSplit
 from ..batches.splitting import Batches, BatchSplitter
 from ..steps.modules import ModuleScan
 from ..steps.notices import Notices
 from ..steps.retry import Retry
 from .comparison import rounding_of
-from .finding import NOT_OF_THE_USER, Comparison, Finding, Pair, TrialError
-from .trial import Trials
+from .finding import NOT_OF_THE_USER, Comparison, Finding, Pair, TrialError, fits
+from .trial import Outcome, Trials
 
 _log = logging.getLogger("lightning_roundpipe")
 _SHOWN_FROM_S = 2.0
 _TF32_ROUNDING = 1e-3
 # Entries of a list in a batch that is looked into; longer ones hold samples.
 _MOST_ENTRIES = 8
+
+
+# Rows, and what the trials of them have given, or the error in which they have ended.
+_Tried = tuple[Pair, tuple[Outcome, Outcome] | TrialError]
 
 
 @dataclass
@@ -121,17 +127,14 @@ class Proof:
         if not is_due and (has_others or layout in known.proved or (known.proved and not is_training)):
             return
         started = perf_counter()
-        wanted, finding = self._retry.wanted(kind), None
-        for num_microbatches in (wanted, 2 * wanted):  # what does not fit as one may as half as many rows
-            pair = self._pair(kind, call, batch, rest, num_microbatches, len(known.proved))
-            if pair is None:
-                break
+        tried = self._tried(kind, call, batch, rest, len(known.proved))
+        if tried is not None:
             known.proved.add(layout)
-            finding = self._found(pair)
-            if finding is not None:
-                break
+        if is_training:
+            self._settle(tried, f"training step {step}" if has_others else None)
+        finding = self._finding_of(tried)
         if has_others:
-            finding = self._agreed(finding, step)
+            finding = self._agreed(finding, f"training step {step}")
         taken = perf_counter() - started
         if taken > _SHOWN_FROM_S:
             rank_zero_info(f"to prove that splitting batches changes nothing in {kind} took {taken:.1f} s")
@@ -161,21 +164,65 @@ class Proof:
         whole = Batches((together,), (sum(split.sizes),), (1.0,), (1.0,), split.batch_size)
         return Pair(kind, call, together, whole, parts, derive_seed(torch.initial_seed(), index))
 
-    def _found(self, pair: Pair) -> Finding | None:
-        """What two trials have shown; None if they could not be made."""
-        try:
-            one, other = pair.tried(self._trials)
-        except TrialError as error:
-            if pair.kind != "training_step":
+    def _tried(
+        self, kind: str, call: Callable[[Any], Any], batch: Any, rest: Sequence[Any], index: int
+    ) -> _Tried | None:
+        """Two trials; None if they cannot be made."""
+        wanted = self._retry.wanted(kind)
+        for num_microbatches in (wanted, 2 * wanted):  # what does not fit as one may as half as many rows
+            pair = self._pair(kind, call, batch, rest, num_microbatches, index)
+            if pair is None:
                 return None
-            cause = repr(error.__cause__)
-            how = ", but it does as one micro-batch" if error.is_of_parts else ""
-            rows = f"{sum(pair.parts.sizes)} rows of a batch as {'two' if error.is_of_parts else 'one micro-batch'}"
-            return Finding([f"{pair.kind} fails on {rows} ({cause}){how}"], is_certain=error.is_of_parts)
-        except NOT_OF_THE_USER as error:
-            _log.debug("%s is not proved on %d rows: %s", pair.kind, sum(pair.parts.sizes), error)
+            try:
+                return pair, pair.tried(self._trials)
+            except TrialError as error:
+                return pair, error
+            except NOT_OF_THE_USER as error:
+                _log.debug("%s is not proved on %d rows: %s", kind, pair.rows, error)
+        return None
+
+    def _settle(self, tried: _Tried | None, step: str | None) -> None:
+        """Finds out what weighs micro-batches, where ``loss_weight="auto"`` has a choice.
+
+        Args:
+            step: that other ranks make as well; None if there are none.
+        """
+        weights, fitting = self._splitter.weights, dict.fromkeys(RULES, True)
+        pair, outcomes = tried or (None, None)
+        rules: tuple[Rule, ...] = ()
+        if pair is not None and isinstance(outcomes, tuple):
+            parts = pair.parts
+            rules = weights.candidates(parts.microbatches)
+            if len(rules) > 1 and not outcomes[1].are_draws_lost:
+                for rule in RULES:
+                    _, loss_weights = weights.of(parts.microbatches, parts.sizes, rule) if rule in rules else ((), ())
+                    fitting[rule] = rule in rules and fits(*outcomes, loss_weights, self._rounding())
+        if step is not None:
+            told = self._group.exchange([float(fit) for fit in fitting.values()], f"what weighs before {step}")
+            fitting = {rule: all(row) for rule, row in zip(RULES, zip(*told, strict=True), strict=True)}
+        found = [rule for rule in RULES if fitting[rule]]
+        if step is not None:
+            is_new = "samples" not in found or len(found) == 1  # all ranks come to the same
+        else:
+            is_new = bool(rules) and (rules[0] not in found or (weights.is_guess and len(found) == 1))
+        if found and is_new:
+            weights.settle(found[0], "that gives the loss of rows of the first batch as one micro-batch")
+            if pair is not None and isinstance(outcomes, tuple):
+                split = MicrobatchSplit(pair.parts.microbatches, pair.parts.sizes, pair.rows)
+                pair.parts = self._splitter.weighed(split)
+
+    def _finding_of(self, tried: _Tried | None) -> Finding | None:
+        """What two trials have shown; None if nothing."""
+        if tried is None:
             return None
-        return Comparison(self._scan, self._trials, pair, one, other, self._rounding()).finding()
+        pair, outcomes = tried
+        if isinstance(outcomes, tuple):
+            return Comparison(self._scan, self._trials, pair, *outcomes, self._rounding()).finding()
+        if pair.kind != "training_step":
+            return None
+        how = "as two, but not as one micro-batch" if outcomes.is_of_parts else "as one micro-batch"
+        text = f"{pair.kind} fails on {pair.rows} rows of a batch {how} ({outcomes.__cause__!r})"
+        return Finding([text], is_certain=outcomes.is_of_parts)
 
     def _rounding(self) -> float:
         dtypes = {p.dtype for _, p in self._scan.parameters() if p.is_floating_point()}
@@ -185,10 +232,10 @@ class Proof:
         is_tf32 = self._autocast_device != "cpu" and torch.get_float32_matmul_precision() != "highest"
         return max(rounding, _TF32_ROUNDING) if is_tf32 else rounding
 
-    def _agreed(self, finding: Finding | None, step: int) -> Finding | None:
+    def _agreed(self, finding: Finding | None, step: str) -> Finding | None:
         """What all ranks have found."""
         mine = 0.0 if finding is None or not finding.decisive else 1.0
-        told = self._group.exchange([mine], f"the proof before training step {step}")
+        told = self._group.exchange([mine], f"the proof before {step}")
         others = [rank for rank, (value,) in enumerate(told) if value]
         if others and not mine:
             return Finding([f"splitting the batch of rank {others[0]} changes what is trained"])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,12 +203,14 @@ class Trials:
 
     @contextlib.contextmanager
     def _unheard(self) -> Iterator[None]:
-        """While open, the step has Lightning's loggers that do nothing."""
+        """While open, the step has Lightning's loggers that do nothing, and warns of nothing: it will when it runs."""
         trainer: Any = self._module.trainer
         loggers = trainer.loggers
         trainer.loggers = [DummyLogger() for _ in loggers]
         try:
-            yield
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
         finally:
             trainer.loggers = loggers
 

@@ -163,7 +163,7 @@ def test_the_choice_is_certain_if_the_model_takes_labels_in_the_first_step(said:
     step(weights, "training_step", lambda: model(TOKENS[0]["input_ids"]))
     assert weights.decision(TOKENS).is_certain
     notes, warned = said()
-    assert len(notes) == 1
+    assert len(notes) == 1, notes
     assert "GPT2LMHeadModel compares a position with the next label" in notes[0]
     assert not warned
     assert not model._forward_pre_hooks
@@ -225,6 +225,6 @@ def test_it_is_said_once_by_one_trainer(said: Any) -> None:
     trainer.validate(module, data, verbose=False)
     trainer.predict(module, data)
     notes, warned = said()
-    assert len(notes) == 1
+    assert len(notes) == 1, notes
     assert "LlamaForCausalLM" in notes[0]
     assert not warned

@@ -96,9 +96,10 @@ LOSSES: dict[str, tuple[type[Task], Any, Any, Any]] = {
 MAKE = {name: (lambda task=task, model=model: task(model())) for name, (task, model, _, _) in LOSSES.items()}  # type: ignore[misc]
 
 
-def compare_losses(name: str, rule: Any, num_microbatches: int) -> tuple[Run, Run]:
+def compare_losses(name: str, rule: Any, num_microbatches: int, check_split: str = "error") -> tuple[Run, Run]:
     _, _, data, _ = LOSSES[name]
-    ours = {"options": {"loss_weight": rule, "virtual_copies": True}, "num_microbatches": num_microbatches}
+    options = {"loss_weight": rule, "virtual_copies": True, "check_split": check_split}
+    ours = {"options": options, "num_microbatches": num_microbatches}
     return compare_tasks(MAKE[name], data(), ours=ours, tolerances={"of_largest": 1e-5})
 
 
@@ -109,11 +110,16 @@ def test_means_beside_labels(name: str, num_microbatches: int) -> None:
     compare_losses(name, LOSSES[name][-1], num_microbatches)
 
 
+@pytest.mark.parametrize("name", ["mean of rows", "pairs", "divergence", "mean of tokens"])
+def test_the_first_batch_shows_which_it_is(name: str) -> None:
+    compare_losses(name, "auto", 3)
+
+
 @pytest.mark.parametrize("name", ["mean of rows", "pairs", "divergence"])
 def test_labels_are_the_wrong_weight_for_them(name: str) -> None:
-    """Or the test above would prove little: the guess is wrong here, and it is warned of."""
+    """Or the tests above would prove little: the guess is wrong here, and it is warned of."""
     with (
         pytest.warns(UserWarning, match=r"loss_weight='auto' takes losses for means over the labels"),
         pytest.raises(AssertionError, match="not close"),
     ):
-        compare_losses(name, "auto", 3)
+        compare_losses(name, "auto", 3, "off")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,7 +111,6 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     "rows that the step keeps": (hardest, "a mean over something"),
     "standardized": (standardized, "loss"),
     "load balancing": (balanced, "loss"),
-    "a sum": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), "is a sum over rows"),
 }  # fmt: skip
 
 
@@ -122,6 +122,11 @@ def test_a_loss_that_is_another_one_for_parts_runs_whole(case: str) -> None:
     assert "training_step" in found[0] or "the loss" in found[0]
     assert "So batches are not split" in found[0]
     assert re.search(cause, found[0]), found
+
+
+def test_a_sum_over_rows_is_trained_as_one() -> None:
+    summed = partial(Step, lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"))
+    compare(summed, masked(), ours={"options": {"check_split": "error"}})
 
 
 @pytest.mark.parametrize("case", ["contrastive", "masked MSE"])
