@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ...common.trees import tensors_in
 from ..steps.notices import Notices
+from .rank_shares import Facts
 
 IGNORED_LABEL = -100
 
@@ -44,53 +45,6 @@ _MEANINGS = {
 }
 RULES = tuple(_MEANINGS)
 _LABEL_RULES = ("label_tokens", "causal_label_tokens")
-
-
-class _Facts(NamedTuple):
-    """What a rank knows about the weight of its batch.
-
-    Attributes:
-        rows: of the batch.
-        items: that the loss is a mean over, if the rule is clear: labels with it, or what the user counts.
-        causal_items: labels without the first of each row; this and the rest are for ``"auto"`` with labels.
-        is_causal: whether those count.
-        has_ignored: whether some are -100.
-        width: labels of a row; 0 where there are no labels.
-        is_sum: whether the loss is a sum.
-    """
-
-    rows: float
-    items: float = 0.0
-    causal_items: float = 0.0
-    is_causal: float = 0.0
-    has_ignored: float = 0.0
-    width: float = 0.0
-    is_sum: float = 0.0
-
-
-NUM_FACTS = len(_Facts._fields)
-
-
-def share_of(rank: int, facts: Sequence[Sequence[float]]) -> float:
-    """The share of a rank's batch in the mean over the batches of all ranks; 1 where losses are sums.
-
-    With ``"auto"``, labels weigh if some are -100 on any rank, or rows of labels have different lengths on ranks: in a
-    batch of all ranks they would be filled up.
-    """
-    known = [_Facts(*row) for row in facts]
-    if any(one.is_sum for one in known):
-        return 1.0
-    counts = [one.items for one in known]
-    if any(one.width for one in known):
-        is_ragged = len({one.width for one in known if one.width}) > 1
-        deciding = [one for one in known if one.has_ignored] or (known if is_ragged else [])
-        if not deciding:
-            counts = []
-        elif any(one.is_causal for one in deciding):
-            counts = [one.causal_items for one in known]
-    if not sum(counts) > 0.0:
-        counts = [one.rows for one in known]
-    return counts[rank] / sum(counts) if sum(counts) > 0.0 else 0.0
 
 
 class Decision(NamedTuple):
@@ -274,18 +228,18 @@ class LossWeights:
         if rule == "auto" and settled is not None and settled.rule not in _LABEL_RULES:
             rule = settled.rule
         if rule != "auto":
-            return [*_Facts(sum(sizes), sum(_counts(rule, microbatches, sizes)), is_sum=float(rule == "sum"))]
+            return [*Facts(sum(sizes), sum(_counts(rule, microbatches, sizes)), is_sum=float(rule == "sum"))]
         items = _entry(microbatches[0], "num_items_in_batch") if settled is None else None
         if items is not None:  # the loss is divided by it
-            return [*_Facts(sum(sizes), float(torch.as_tensor(items).reshape(-1)[0]))]
+            return [*Facts(sum(sizes), float(torch.as_tensor(items).reshape(-1)[0]))]
         if not _label_rules(microbatches):
-            return [*_Facts(sum(sizes))]
+            return [*Facts(sum(sizes))]
         rule = self.decision(microbatches).rule
         if rule not in _LABEL_RULES:
-            return [*_Facts(sum(sizes), is_sum=float(rule == "sum"))]
+            return [*Facts(sum(sizes), is_sum=float(rule == "sum"))]
         labels = [_entry(part, "labels") for part in microbatches]
         return [
-            *_Facts(
+            *Facts(
                 sum(sizes),
                 sum(_counts("label_tokens", microbatches, sizes)),
                 sum(_counts("causal_label_tokens", microbatches, sizes)),

@@ -33,7 +33,7 @@ from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import RankGroup
 from ...ranks.reduction import Gradients, Reduction, StepReduction
 from ...weights.gradients import GradientStore
-from ..batches.loss_weight import NUM_FACTS, share_of
+from ..batches.rank_shares import NUM_FACTS, share_of
 from ..batches.splitting import Batches, BatchSplitter
 from .modules import ModuleScan
 

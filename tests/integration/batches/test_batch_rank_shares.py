@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.integration.batches.loss_weight import NUM_FACTS, LossWeights, share_of
+from lightning_roundpipe.integration.batches.loss_weight import LossWeights
+from lightning_roundpipe.integration.batches.rank_shares import NUM_FACTS, share_of
 from lightning_roundpipe.integration.steps.notices import Notices
 
 Batch = dict[str, Any]
