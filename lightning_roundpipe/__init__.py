@@ -15,8 +15,8 @@ Stable:
 
     Options of the strategy: ``num_microbatches``, ``round_size``, ``units``, ``loss_weight``, ``split_batch``,
     ``threads_per_device``, ``device_memory_limit``, ``save_profile``, ``trace``, ``optimizer_overlap``,
-    ``ranks_per_node``, ``cluster_environment``, ``process_group_backend``, ``timeout``, ``accelerator``,
-    ``checkpoint_io``, ``precision_plugin``.
+    ``check_split``, ``ranks_per_node``, ``cluster_environment``, ``process_group_backend``, ``timeout``,
+    ``accelerator``, ``checkpoint_io``, ``precision_plugin``.
 
 Experimental:
     ``VirtualLink``; the packages ``lightning_roundpipe.planning`` and ``lightning_roundpipe.reporting.pictures``; what

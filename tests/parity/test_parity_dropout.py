@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class DropoutInAndOutsideUnits(L.LightningModule):
-    """With LayerDrop."""
+    """With layers that count or do not, at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class DropoutInAndOutsideUnits(L.LightningModule):
         share = np.random.beta(1.0, 1.0)
         x = share * x + (1 - share) * x[torch.as_tensor(np.random.permutation(len(x)))]
         for block in self.blocks:
-            if torch.rand(()) < 0.6:
-                x = block(x) + 0.1 * random.random() * torch.randn(WIDTH)
+            # A block that is skipped would be off the plan, and gradients be added in another order.
+            x = x + (torch.rand(()) < 0.6) * (block(x) + 0.1 * random.random() * torch.randn(WIDTH))
         return F.mse_loss(self.head(F.dropout(x, 0.1)), y)
 
 

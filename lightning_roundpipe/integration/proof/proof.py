@@ -245,7 +245,8 @@ class Proof:
 
     def _act(self, kind: str, finding: Finding) -> None:
         text, ways = "; ".join([*finding.decisive, *finding.others]), [finding.way] if finding.way else []
-        is_whole = bool(finding.decisive) and kind == "training_step" and self.may_run_whole
+        is_training = kind == "training_step"
+        is_whole = bool(finding.decisive) and is_training and self.may_run_whole
         if self._check == "error" and finding.is_certain:
             ways += ["num_microbatches=1 runs batches whole", "check_split='warn' splits them all the same"]
             raise MisconfigurationException(f"{text}. Ways out: {'; '.join(ways)}")
@@ -253,7 +254,7 @@ class Proof:
             self._retry.run_whole(kind)
             text += ". So batches are not split: each is one micro-batch, exact, on one device after the other"
             ways.append("a number of your own as num_microbatches splits batches all the same")
-        elif finding.decisive:
+        elif finding.decisive and is_training:
             text += ". Batches are split all the same, so that what is trained differs from plain Lightning"
             ways.append("num_microbatches=1, or 'auto' with check_split='exact', runs them whole")
         text += f". Ways out: {'; '.join(ways)}" if ways else ""

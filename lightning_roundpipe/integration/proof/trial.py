@@ -25,7 +25,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.fabric.loggers.logger import _DummyExperiment
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ...common.attributes import attribute_set, is_container
@@ -203,16 +206,19 @@ class Trials:
 
     @contextlib.contextmanager
     def _unheard(self) -> Iterator[None]:
-        """While open, the step has Lightning's loggers that do nothing, and warns of nothing: it will when it runs."""
+        """While open, loggers, the profiler and ``self.print`` do nothing, and no warnings of the step are shown."""
         trainer: Any = self._module.trainer
-        loggers = trainer.loggers
-        trainer.loggers = [DummyLogger() for _ in loggers]
+        loggers, profiler = trainer.loggers, trainer.profiler
+        trainer.loggers, trainer.profiler = [*map(silenced, loggers)], PassThroughProfiler()
         try:
-            with warnings.catch_warnings():
+            with contextlib.ExitStack() as stack:
+                for _, module in self._scan.lightning_modules:
+                    stack.enter_context(attribute_set(module, "print", _do_nothing))
+                stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 yield
         finally:
-            trainer.loggers = loggers
+            trainer.loggers, trainer.profiler = loggers, profiler
 
     @contextlib.contextmanager
     def _ending_early(self, is_manual: bool) -> Iterator[None]:
@@ -240,6 +246,23 @@ class Trials:
             setattr(Tensor, "backward", backward)  # noqa: B010  # to a type checker methods are constant
             stack.callback(setattr, Tensor, "backward", original)
             yield
+
+
+def silenced(logger: Logger) -> Logger:
+    """A logger of the same class, with the same folders, that writes nothing."""
+    methods = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
+    changes = {**dict.fromkeys(methods, _do_nothing), "experiment": property(lambda logger: _DummyExperiment())}
+    try:
+        kind = type(type(logger).__name__, (type(logger),), changes)
+        made: Logger = object.__new__(kind)
+    except TypeError:  # a class that does not let itself be derived
+        return DummyLogger()
+    vars(made).update(vars(logger))
+    return made
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 def _is_end(output: Any) -> bool:
@@ -296,7 +319,14 @@ class _State:
         """Everything is as before the trial."""
         self._snapshot.put_back()
         self._buffers.restore()
+        restored = set(self.originals.written)
         self.originals.put_back()
+        for name in self._buffers.too_large():
+            if name not in restored:
+                rank_zero_warn(
+                    f"the buffer {name!r} has changed while it was tried whether batches can be split, and is too "
+                    "large to be put back: with RoundPipeStrategy(check_split='off') nothing is tried"
+                )
         for scheduler, before in zip(self._schedulers, self._before, strict=True):
             vars(scheduler).clear()
             vars(scheduler).update(before)

@@ -57,6 +57,10 @@ class StepState:
                 return f"the buffer {buffer.name!r}"
         return None
 
+    def too_large(self) -> Iterator[str]:
+        """Names of buffers that have changed, and of which there is no copy."""
+        return (buffer.name for buffer in self._buffers if buffer.copy is None and buffer.has_changed())
+
     def changed_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Name and present value of the buffers that have others now, as far as that can be told."""
         for buffer in self._buffers:

@@ -128,6 +128,8 @@ class Session:
     def trainer(self, *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
         recorded = self.recording.recorded("callback", Stateful, CALLBACK_HOOKS)()
         settings = {"enable_checkpointing": bool(callbacks), "default_root_dir": self.folder, **kwargs}
+        if self.kind == "roundpipe":  # rows of steps are counted, those that are only tried as well
+            settings["options"] = {"check_split": "off"}
         return make_trainer(self.kind, callbacks=[recorded, *callbacks], **{"max_epochs": None, **settings})
 
 

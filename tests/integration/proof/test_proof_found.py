@@ -150,7 +150,7 @@ def test_the_function_that_the_warning_names_is_the_right_one() -> None:
     "Library",
     "torch (batch norm in training mode, several micro-batches)",
     status="differs",
-    note='With "auto" batches run whole, exactly; a number of micro-batches takes their statistics, with a warning.',
+    note='With "auto" batches run whole.',
 )
 def test_batch_norm_in_training_mode() -> None:
     class Normalizes(Small):
@@ -258,7 +258,7 @@ def test_a_batch_whose_rows_are_not_certain_runs_whole() -> None:
     "Misuse",
     "a loss that is NaN in some micro-batches only",
     status="differs",
-    note='With "auto" batches run whole; with a number the loss is NaN, and a warning names the ways out.',
+    note='With "auto" batches run whole.',
 )
 def test_a_part_without_labels() -> None:
     batches = [(x, torch.tensor([0, 0, 0, 0, 1, 2, 1, 2])) for x, _ in MASKED]
