@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.integration.proof.telling import told
-from tests.support.parity import compare, make_trainer, ready
+from tests.support.parity import compare, make_loader, make_trainer, ready
 from tests.support.rows import compat
 from tests.support.small import CLASSES, WIDTH, Small
 
@@ -265,6 +265,15 @@ def test_a_part_without_labels() -> None:
     module = Step(lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=0))
     (found,) = told(lambda: make_trainer(num_microbatches=4).fit(module, ready(batches)))
     assert "nan as two" in found
+
+
+def test_a_whole_batch_that_does_not_fit_is_split() -> None:
+    state, row = 2 * 4 * (WIDTH * WIDTH + WIDTH), 4 * WIDTH
+    options = {"virtual_copies": True, "device_memory_limit": state + 16 * 6 * row}
+    trainer = make_trainer(num_microbatches="auto", options=options)
+    with pytest.warns(UserWarning, match=r"is run again with 4.*changes what is trained, as was said before"):
+        trainer.fit(Step(LOSSES["contrastive"][0]), make_loader(64, batch_size=64))
+    assert trainer.strategy.last_step.num_microbatches == 4  # type: ignore[attr-defined]
 
 
 # --- what only looks different ----------------------------------------------------------------------------------------
