@@ -92,14 +92,16 @@ class RoundPipeOptions:
     shard_optimizer: bool = False
     reduce_dtype: str | None = None
     check_split: str = "exact"
-    verify: int = 0
+    verify: int | None = None
 
     def __post_init__(self) -> None:
         if self.check_split not in CHECKS_OF_SPLIT:
             raise ValueError(f"check_split={self.check_split!r}: use one of {', '.join(map(repr, CHECKS_OF_SPLIT))}")
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype={self.reduce_dtype!r}: use 'bf16', or None (the dtype of the weights)")
-        check_count("verify", self.verify, "(how many training steps are compared with plain autograd)", at_least=0)
+        if self.verify is not None:
+            allowed = "(how many training steps are compared with plain autograd), or None (one, if it is cheap)"
+            check_count("verify", self.verify, allowed, at_least=0)
         if self.optimizer_overlap not in OPTIMIZER_OVERLAPS:
             raise ValueError(
                 f"optimizer_overlap={self.optimizer_overlap!r}: use one of {', '.join(map(repr, OPTIMIZER_OVERLAPS))}"

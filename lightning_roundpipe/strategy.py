@@ -96,7 +96,7 @@ class RoundPipeStrategy(HostStrategy):
             ``"error"`` raises, for logged values and outputs as well; ``"off"`` does not try.
         verify: so many training steps are compared with plain autograd on the host: losses, gradients and buffers. They
             take several times as long; what differs is an error. For one process, automatic optimization, and steps
-            that draw no random numbers.
+            that draw no random numbers. None looks at one micro-batch, if that is cheap, and warns.
         ranks_per_node: processes on each machine, which divide its devices; None is one, or as many as a launcher such
             as torchrun has started. See the page on several machines.
         cluster_environment: what tells the ranks of several processes; usually one of ``Trainer(plugins=...)``.
@@ -140,7 +140,7 @@ class RoundPipeStrategy(HostStrategy):
         shard_optimizer: bool = False,
         reduce_dtype: Literal["bf16"] | None = None,
         check_split: Literal["exact", "warn", "error", "off"] = "exact",
-        verify: int = 0,
+        verify: int | None = None,
         ranks_per_node: int | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         process_group_backend: str | None = None,

@@ -212,7 +212,7 @@ class Step:
                     recorded = self._record(*recording)
                 places = [place for _, _, held_by in watch.changed for place in held_by]
                 self._table.filled_by_users.update(dict.fromkeys(places))
-                training = recorded.has_backward if request.meets else request.training
+                training = recorded.has_backward if request.meets else request.training and not request.is_trial
                 plan, first = plans.record(key, recorded, count, training), 1
             schedule, records = None, []
             if first < count:

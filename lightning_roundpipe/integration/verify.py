@@ -16,6 +16,9 @@ Buffers are compared of units, which several micro-batches pass in their order.
 
 In the pipeline, units draw random numbers from streams of their own. Two runs cannot be compared that draw: if the
 generators have moved in the plain one, it ends, and a warning says so.
+
+Without the option the proof on the first batch has the rows that it has tried looked at, if that is cheap: forward and
+backward of one micro-batch, without dropout. Then nothing is said but of a difference, as a warning.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -41,15 +43,20 @@ from ..engine.requests import StepResult
 from ..engine.runner import Engine
 from ..usercode.generators import ForeignStates
 from .batches.splitting import Batches
+from .proof.draws import dropout_off
+from .proof.trial import Trials, TrialState, unheard
+from .proof.watching import ProofMode
 from .steps.log_merging import LogCapture
 from .steps.loss import loss_of
 from .steps.modules import ModuleScan
 from .steps.notices import Notices
-from .steps.step_state import StepState
 
 Call = Callable[[Any], Any]
 Attempt = Callable[[str, Call, Batches, float], tuple[LogCapture, StepResult]]
 _NUM_NAMED = 3
+# What a micro-batch and all weights may take where nobody has asked for it.
+_CHEAP_S = 0.5
+_CHEAP_BYTES = 2**28
 _FULL = (torch.float64, torch.complex128)
 _SINGLE = (torch.float32, torch.complex64)
 
@@ -95,7 +102,7 @@ class Verification:
     """Compares the first training steps of a run with plain autograd; see [Note: verified steps].
 
     Args:
-        num_steps: how many of them.
+        num_steps: how many of them; None is one micro-batch alone, see :meth:`look_at_rows`.
         num_ranks: processes that add up their gradients.
     """
 
@@ -103,7 +110,7 @@ class Verification:
         self,
         module: pl.LightningModule,
         scan: ModuleScan,
-        num_steps: int,
+        num_steps: int | None,
         *,
         pool: DevicePool,
         engine: Engine,
@@ -114,12 +121,44 @@ class Verification:
         self._module = module
         self._scan = scan
         self._option = f"verify={num_steps}"
-        self._num_left = num_steps
+        self._looks_by_itself = num_steps is None and module.automatic_optimization and num_ranks == 1
+        self._num_left = num_steps or 0
         self._engine = engine
         self._devices = [device.torch_device for device in pool.devices]
         self._notices = notices
         self._autocast_device = autocast_device
         self._num_ranks = num_ranks
+
+    def look_at_rows(self, trials: Trials, call: Call, rows: Batches, taken_s: float) -> None:
+        """Warns if the gradients of one micro-batch are not those of plain autograd.
+
+        Args:
+            rows: are one micro-batch.
+            taken_s: seconds that a forward of them has taken.
+        """
+        trained, num_parameters = self._trained(), len(list(self._scan.parameters()))
+        weights = sum(tensor.nbytes for tensor in trained.values())
+        is_cheap = (
+            len(trained) == num_parameters
+            and taken_s < _CHEAP_S
+            and weights <= _CHEAP_BYTES
+            and all(d.type == "cpu" for d in self._devices)
+        )
+        if not (self._looks_by_itself and is_cheap):
+            return
+        with dropout_off():
+            plain = self._run_plain(call, rows, 1.0)
+        if not isinstance(plain, _Plain):
+            return
+        try:
+            result = trials.run_backward(call, rows)
+        except Exception:  # the step will meet it
+            return
+        rounding = self._rounding()
+        off = self._gradients_off(plain.gradients, result.gradients, rounding, is_scaled=False)
+        found = [*_first([*_losses_off(plain.losses, result.outputs, rounding)]), *_first([*off])]
+        if found:
+            self._notices.warn("verify", self._told(found, f"a micro-batch of {rows.sizes[0]} rows"))
 
     def run(
         self, kind: str, call: Call, batches: Batches, loss_scale: float, attempt: Attempt
@@ -172,31 +211,35 @@ class Verification:
         """What plain autograd gives; the error with which it ends, or in words why the step is not compared."""
         if any(isinstance(part, Iterator) for part in batches.microbatches):
             return "it takes its batches from an iterator"
-        state = StepState(self._scan, batches.microbatches, self._devices)
+        state = TrialState(self._module, self._scan, batches.microbatches, self._devices)
         generator = torch.default_generator.get_state()
         plain: _Plain | Exception | str
         try:
-            with _gradients_apart(list(self._trained().values())), _unnoticed(self._module.trainer):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_gradients_apart(list(self._trained().values())))
+                stack.enter_context(unheard(self._module, self._scan))
+                stack.enter_context(_unlogged(self._module.trainer))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(ProofMode(None, state.originals))
                 plain = self._compute(call, batches, loss_scale)
         except Exception as error:  # of the user's code: the step itself is about to raise it as well
             plain = error
         finally:
-            lost = state.lost()
-            state.restore()
+            state.put_back()
             torch.default_generator.set_state(generator)
-        if lost is not None:
-            raise VerificationError(
-                f"{self._option}: training_step changes {lost} in place. To be compared it has run with plain "
-                "autograd first, and that cannot be put back. Leave verify out"
-            )
         return plain
 
     def _compute(self, call: Call, batches: Batches, loss_scale: float) -> _Plain | str:
         generator, foreign = torch.default_generator.get_state(), ForeignStates()
         losses: list[Tensor | None] = []
+        flags = [tensor.requires_grad for tensor in self._trained().values()]
         for index, weight in enumerate(batches.loss_weights):
             with power_iterations_once(in_plain_code=index == 0), self._autocast():
                 loss = loss_of(call(mapped(batches.microbatches[index], _copy, anew=object)))
+            if index == 0 and any(tensor.grad is not None for tensor in self._trained().values()):
+                return "it runs a backward of its own"
+            if flags != [tensor.requires_grad for tensor in self._trained().values()]:
+                return "it switches which weights are trained"
             if loss is not None and weight != 0.0:
                 loss.backward(torch.ones_like(loss).mul_(weight * loss_scale))  # type: ignore[no-untyped-call]
             torch.clear_autocast_cache()  # which would add gradients up in its dtype
@@ -242,11 +285,14 @@ class Verification:
                 f"({count} losses, the gradients of {num_gradients} weights, {len(plain.buffers)} buffers)"
             )
             return
-        raise VerificationError(
-            f"{self._option}: {self._step} differs from plain autograd on the host with the same {count} "
-            f"micro-batch{'es' if count > 1 else ''}: {'; '.join(differences)}. Please report it, with "
-            "the output of `roundpipe doctor` and a program that shows it. Until then other units (units=[...]) or "
-            "num_microbatches=1 may be right: verify says whether they are"
+        what = f"{self._step} ({count} micro-batch{'es' if count > 1 else ''})"
+        raise VerificationError(f"{self._option}: {self._told(differences, what)}")
+
+    def _told(self, differences: Sequence[str], what: str) -> str:
+        return (
+            f"{what} differs from plain autograd on the host with the same rows: {'; '.join(differences)}. Please "
+            "report it, with the output of `roundpipe doctor` and a program that shows it. Until then other units "
+            "(units=[...]) or num_microbatches=1 may be right: verify=1 says whether they are"
         )
 
     def _rounding(self) -> _Rounding:
@@ -360,14 +406,7 @@ def _gradients_apart(tensors: Sequence[Tensor]) -> Iterator[None]:
             setattr(tensor, name, value)
 
 
-@contextlib.contextmanager
-def _unnoticed(trainer: pl.Trainer) -> Iterator[None]:
+def _unlogged(trainer: pl.Trainer) -> contextlib.AbstractContextManager[None]:
     """While open, what is logged goes nowhere."""
-    results, loggers = trainer._results, trainer.loggers
-    if loggers:
-        trainer.loggers = [DummyLogger()]
-    try:
-        with contextlib.nullcontext() if results is None else attribute_set(results, "log", lambda *_, **__: None):
-            yield
-    finally:
-        trainer.loggers = loggers
+    results = trainer._results
+    return contextlib.nullcontext() if results is None else attribute_set(results, "log", lambda *_, **__: None)

@@ -77,6 +77,7 @@ class Proof:
     Args:
         options: of them, ``check_split`` and ``num_microbatches``.
         is_trial: whether Lightning is trying a batch size at the moment.
+        look_at_rows: compares the gradients of a micro-batch with plain autograd.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Proof:
         group: RankGroup,
         autocast_device: str,
         is_trial: Callable[[], bool],
+        look_at_rows: Callable[[Trials, Callable[[Any], Any], Batches, float], None],
     ) -> None:
         self._scan = scan
         self._splitter = splitter
@@ -103,6 +105,7 @@ class Proof:
         self._group = group
         self._autocast_device = autocast_device
         self._is_trial = is_trial
+        self._look_at_rows = look_at_rows
         self._kinds: dict[str, _Kind] = {}
         self._untold: tuple[str, str] | None = None
 
@@ -133,6 +136,8 @@ class Proof:
         if is_training:
             self._settle(tried, f"training step {step}" if has_others else None)
         finding = self._finding_of(tried)
+        if is_training and step == 0 and tried is not None and isinstance(tried[1], tuple):
+            self._look_at_rows(self._trials, call, tried[0].whole, tried[1][0].taken_s)
         if has_others:
             finding = self._agreed(finding, f"training step {step}")
         taken = perf_counter() - started

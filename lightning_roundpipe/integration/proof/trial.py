@@ -21,6 +21,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,11 +32,11 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from ...common.attributes import attribute_set, is_container
+from ...common.attributes import ALL, assign, attribute_set, is_container, read
 from ...common.seeds import derive_seed
 from ...common.trees import mapped, tensors_in
 from ...devices.pool import DevicePool
-from ...engine.requests import StepRequest
+from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
 from ...usercode.collected_lists import NOT_OF_USERS, is_unchanged, nested_copy
 from ...usercode.generators import ForeignStates, seed_foreign
@@ -87,6 +88,7 @@ class Outcome:
         activations: names of attributes in it that had a graph.
         ends_early: whether it was a step by hand.
         are_draws_lost: see :class:`draws.Draws`.
+        taken_s: seconds that it took.
     """
 
     outputs: list[Any]
@@ -101,6 +103,7 @@ class Outcome:
     activations: frozenset[str] = frozenset()
     ends_early: bool = False
     are_draws_lost: bool = False
+    taken_s: float = 0.0
 
 
 class Trials:
@@ -129,14 +132,43 @@ class Trials:
         Raises:
             Exception: what the step raises; everything was put back.
         """
-        state = _State(self._module, self._scan, batch, self._devices)
+        state = TrialState(self._module, self._scan, batch, self._devices)
         try:
-            with self._unheard(), dropout_off(), torch.compiler.set_stance("force_eager"):
+            with unheard(self._module, self._scan), dropout_off(), torch.compiler.set_stance("force_eager"):
+                started = perf_counter()
                 for _ in range(times):
                     outcome = self._run(name, call, batches, batch, draws, state.originals)
+                outcome.taken_s = perf_counter() - started
                 state.look(outcome)
                 return outcome
         finally:
+            state.put_back()
+
+    def run_backward(self, call: Callable[[Any], Any], batches: Batches) -> StepResult:
+        """Forward and backward of a training step, without dropout; all but what it returns is put back."""
+        state = TrialState(self._module, self._scan, batches.microbatches, self._devices)
+        logs, key = LogCapture(self._module, 1, StepMetrics(self._scan)), ("trial", "backward")
+
+        def step(part: Any) -> Any:
+            with ProofMode(None, state.originals):
+                return call(part)
+
+        request = StepRequest(
+            function=step,
+            microbatches=[mapped(part, anew=object) for part in batches.microbatches],
+            weights=batches.loss_weights,
+            key=key,
+            seed=0,
+            loss_of=loss_of,
+            autocast_device=self._autocast_device,
+            is_trial=True,
+        )
+        try:
+            as_it_is = torch.compiler.set_stance("force_eager")
+            with unheard(self._module, self._scan), dropout_off(), as_it_is, logs.capturing():
+                return self._engine.run(request)
+        finally:
+            self._engine.forget(key)
             state.put_back()
 
     def _run(
@@ -205,22 +237,6 @@ class Trials:
                     yield f"{prefix}.{name}".lstrip(".")
 
     @contextlib.contextmanager
-    def _unheard(self) -> Iterator[None]:
-        """While open, loggers, the profiler and ``self.print`` do nothing, and no warnings of the step are shown."""
-        trainer: Any = self._module.trainer
-        loggers, profiler = trainer.loggers, trainer.profiler
-        trainer.loggers, trainer.profiler = [*map(silenced, loggers)], PassThroughProfiler()
-        try:
-            with contextlib.ExitStack() as stack:
-                for _, module in self._scan.lightning_modules:
-                    stack.enter_context(attribute_set(module, "print", _do_nothing))
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            trainer.loggers, trainer.profiler = loggers, profiler
-
-    @contextlib.contextmanager
     def _ending_early(self, is_manual: bool) -> Iterator[None]:
         """While open, a step by hand ends with its first call that concerns the whole batch."""
         if not is_manual:
@@ -248,16 +264,31 @@ class Trials:
             yield
 
 
-def silenced(logger: Logger) -> Logger:
-    """A logger of the same class, with the same folders, that writes nothing."""
-    methods = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
-    changes = {**dict.fromkeys(methods, _do_nothing), "experiment": property(lambda logger: _DummyExperiment())}
+@contextlib.contextmanager
+def unheard(root: pl.LightningModule, scan: ModuleScan) -> Iterator[None]:
+    """While open, loggers, the profiler and ``self.print`` do nothing, and no warnings of the step are shown."""
+    trainer: Any = root.trainer
+    loggers, profiler = trainer.loggers, trainer.profiler
+    trainer.loggers, trainer.profiler = [*map(silenced, loggers)], PassThroughProfiler()
     try:
-        kind = type(type(logger).__name__, (type(logger),), changes)
-        made: Logger = object.__new__(kind)
-    except TypeError:  # a class that does not let itself be derived
+        with contextlib.ExitStack() as stack:
+            for _, module in scan.lightning_modules:
+                stack.enter_context(attribute_set(module, "print", _do_nothing))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        trainer.loggers, trainer.profiler = loggers, profiler
+
+
+def silenced(logger: Logger) -> Logger:
+    """A logger with the same folders that writes nothing; of its class, if that keeps its experiment as those of
+    Lightning do."""
+    if "_experiment" not in vars(logger):
         return DummyLogger()
-    vars(made).update(vars(logger))
+    made: Logger = object.__new__(type(logger))
+    methods = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
+    vars(made).update({**vars(logger), **dict.fromkeys(methods, _do_nothing), "_experiment": _DummyExperiment()})
     return made
 
 
@@ -269,22 +300,26 @@ def _is_end(output: Any) -> bool:
     return isinstance(output, dict) and output.keys() == {"loss"}
 
 
-class _State:
-    """What a trial finds, and is put back after it."""
+class TrialState:
+    """What a trial finds, and is put back after it.
+
+    Attributes:
+        originals: for what runs in a :class:`watching.ProofMode`.
+    """
 
     def __init__(
         self, module: pl.LightningModule, scan: ModuleScan, batch: Any, devices: Sequence[torch.device]
     ) -> None:
         self._scan = scan
         modules = [one for _, one in scan.named]
-        held = [
-            ("a hook", owner if name == "__dict__" else value) for owner, name, value in held_by_hooks(modules, modules)
-        ]
+        self._held = held_by_hooks(modules, modules)
+        held = [("a hook", owner if name == ALL else value) for owner, name, value in self._held]
         self._snapshot = Snapshot([*scan.named[:1], *held])
         self._buffers = StepState(scan, None, devices)
         gradients = [(f"{name}.grad", p.grad) for name, p in scan.parameters() if p.grad is not None]
         found = [*scan.parameters(), *tensors_in(batch, "batch"), *gradients, *self._snapshot.named]
         self.originals = Originals(found)
+        self._flags = [(parameter, parameter.requires_grad) for _, parameter in scan.parameters()]
         trainer = module.trainer
         self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._before = [dict(vars(scheduler)) for scheduler in self._schedulers]
@@ -306,7 +341,7 @@ class _State:
         for prefix, module in self._scan.named:
             before = self._snapshot.attributes_of(module)
             for name, value in vars(module).items():
-                if name in NOT_OF_USERS or (before.get(name, _State) is value and not self._is_refilled(value)):
+                if name in NOT_OF_USERS or (before.get(name, TrialState) is value and not self._is_refilled(value)):
                     continue
                 yield f"{prefix}.{name}".lstrip("."), nested_copy(value) if is_container(value) else value
 
@@ -317,6 +352,9 @@ class _State:
 
     def put_back(self) -> None:
         """Everything is as before the trial."""
+        for owner, name, value in self._held:
+            if read(owner, name) is not value:
+                assign(owner, name, value)
         self._snapshot.put_back()
         self._buffers.restore()
         restored = set(self.originals.written)
@@ -327,6 +365,9 @@ class _State:
                     f"the buffer {name!r} has changed while it was tried whether batches can be split, and is too "
                     "large to be put back: with RoundPipeStrategy(check_split='off') nothing is tried"
                 )
+        for parameter, flag in self._flags:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
         for scheduler, before in zip(self._schedulers, self._before, strict=True):
             vars(scheduler).clear()
             vars(scheduler).update(before)

@@ -20,20 +20,27 @@ _CLASSIFICATION = torch.ops.aten.nll_loss_forward
 
 
 class Originals:
-    """Tensors as they were, each copied when something is about to write its memory; ``.data`` shares it.
-
-    Attributes:
-        written: names of those that were written, in order.
-    """
+    """Tensors as they were, each copied when something is about to write its memory; ``.data`` shares it."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._named: dict[int, list[tuple[str, Tensor]]] = {}
+        self._named: dict[int, list[tuple[str, Tensor, Tensor]]] = {}
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.written: dict[str, None] = {}
+        self._written: dict[str, None] = {}
         for name, tensor in named:
             address = _address_of(tensor)
             if address:
-                self._named.setdefault(address, []).append((name, tensor))
+                self._named.setdefault(address, []).append((name, tensor, tensor.detach()))
+
+    @property
+    def written(self) -> list[str]:
+        """Names of those that were written, or have other memory now."""
+        moved = (
+            name
+            for address, found in self._named.items()
+            for name, tensor, _ in found
+            if _address_of(tensor) != address
+        )
+        return list(dict.fromkeys((*self._written, *moved)))
 
     def about_to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator is about to run."""
@@ -45,17 +52,21 @@ class Originals:
                 storage = tensor.untyped_storage()
                 self._copies[address] = storage, storage.clone()  # type: ignore[no-untyped-call]
             if func.overloadpacket not in _HARMLESS:
-                self.written.update((name, None) for name, _ in self._named[address])
+                self._written.update((name, None) for name, _, _ in self._named[address])
 
     def put_back(self) -> None:
         """All tensors hold again what they held; those that were written have a new version, so that others see it."""
+        for address, found in self._named.items():
+            for _, tensor, before in found:
+                if _address_of(tensor) != address:
+                    tensor.data = before
         for address, (storage, copy) in self._copies.items():
             storage.copy_(copy)
-            for _, tensor in self._named[address]:
+            for _, tensor, _ in self._named[address]:
                 if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
         self._copies.clear()
-        self.written.clear()
+        self._written.clear()
 
 
 def _address_of(tensor: Tensor) -> int:
@@ -83,11 +94,14 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 class ProofMode(ThreadsDispatchMode):
     """On the thread of a micro-batch, around the user's step.
 
+    Args:
+        draws: None leaves random numbers alone.
+
     Attributes:
         square: rows of a classification with as many classes as rows; 0 if there was none.
     """
 
-    def __init__(self, draws: Draws, originals: Originals) -> None:
+    def __init__(self, draws: Draws | None, originals: Originals) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self._originals = originals
@@ -102,6 +116,6 @@ class ProofMode(ThreadsDispatchMode):
             return func(*args, **kwargs)
         if func.overloadpacket is _CLASSIFICATION and args[0].ndim == 2 and args[0].shape[0] == args[0].shape[1]:
             self.square = int(args[0].shape[0])
-        if is_random(func) and not drops_nothing(func, args, kwargs):
+        if self._draws is not None and is_random(func) and not drops_nothing(func, args, kwargs):
             return self._draws.draw(func, args, kwargs)
         return func(*args, **kwargs)

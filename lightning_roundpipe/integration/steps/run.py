@@ -110,10 +110,6 @@ class Steps:
             costs=self.engine.costs,
             is_trial=is_trial,
         )
-        trials = Trials(module, self._scan, self.engine, pool, autocast_device)
-        self._proof = Proof(
-            trials, self._scan, self._splitter, self._retry, notices, options, group, autocast_device, is_trial
-        )
         self._verification = Verification(
             module,
             self._scan,
@@ -123,6 +119,10 @@ class Steps:
             notices=notices,
             autocast_device=autocast_device,
             num_ranks=group.size,
+        )
+        trials, look = Trials(module, self._scan, self.engine, pool, autocast_device), self._verification.look_at_rows
+        self._proof = Proof(
+            trials, self._scan, self._splitter, self._retry, notices, options, group, autocast_device, is_trial, look
         )
         self.manual: ManualOptimization | None = None
 

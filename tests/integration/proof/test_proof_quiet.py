@@ -174,7 +174,7 @@ def test_it_is_made_again_at_step_ten_and_for_another_layout() -> None:
     batches = Loader((torch.randn(8, WIDTH), torch.arange(8) % 3) for _ in range(12))
     batches[3] = (*batches[3], torch.zeros(8))
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
-    make_trainer(num_microbatches=4).fit(Counts(), loader)
+    make_trainer(num_microbatches=4, options={"verify": 0}).fit(Counts(), loader)
     assert tried == [0, 3, 10]
 
 
