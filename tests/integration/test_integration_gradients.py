@@ -56,6 +56,7 @@ def bytes_left(small_updates: None, monkeypatch: pytest.MonkeyPatch) -> Callable
 
     def run(kind: Any = None, *, callbacks: tuple[Any, ...] = (), **settings: Any) -> list[float]:
         counts = Counts(monkeypatch)
+        settings["options"] = {"verify": 0, **settings.get("options", {})}
         trainer = make_trainer(callbacks=[*callbacks, counts], **settings)
         trainer.fit((kind or Small)(), make_loader(24))
         return [old / new for old, new in zip(counts.old, counts.new, strict=True)]
