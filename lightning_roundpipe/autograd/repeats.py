@@ -120,9 +120,12 @@ def _tolerance(context: UnitContext, call: Call, replica: Replica, after: Tensor
 def _is_alike(before: Tensor, after: Tensor, tolerance: float) -> bool:
     if before.dtype != after.dtype:
         return False
-    finite = before[before.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(before, after, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+    if not before.numel():
+        return True
+    largest = before.abs().nan_to_num(0.0, 0.0).max()
+    is_close = (before - after).abs() <= tolerance * largest
+    is_same = (before == after) | (before.isnan() & after.isnan())
+    return bool((is_close | is_same).all())  # a GPU is waited for once
 
 
 def _error(call: Call, difference: str) -> RuntimeError:
