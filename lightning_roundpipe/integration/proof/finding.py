@@ -51,12 +51,14 @@ class Finding:
         others: what only looks different.
         way: out of the former, besides numbers of micro-batches.
         is_certain: whether it is the splitting; otherwise the step may fail with the whole batch as well.
+        can_be_split: whether it is no error to split all the same.
     """
 
     decisive: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     way: str = ""
     is_certain: bool = True
+    can_be_split: bool = True
 
 
 @dataclass
@@ -139,6 +141,9 @@ class Comparison:
         """What differs, and what it means."""
         finding, kind = Finding(), self._pair.kind
         self._look_at_writes(finding)
+        if finding.decisive:  # what else differs may differ because of it
+            finding.can_be_split = False
+            return finding
         if self._other.are_draws_lost:
             _log.debug("values of %s are not compared: it draws random numbers that rows cannot be given", kind)
             return finding

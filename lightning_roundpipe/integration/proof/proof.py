@@ -255,10 +255,13 @@ class Proof:
         if self._check == "error" and finding.is_certain:
             ways += ["num_microbatches=1 runs batches whole", "check_split='warn' splits them all the same"]
             raise MisconfigurationException(f"{text}. Ways out: {'; '.join(ways)}")
+        if is_training and not (is_whole or finding.can_be_split):
+            return  # the step is about to be refused, with what to do
         if is_whole:
             self._retry.run_whole(kind)
             text += ". So batches are not split: each is one micro-batch, exact, on one device after the other"
-            ways.append("a number of your own as num_microbatches splits batches all the same")
+            if finding.can_be_split:
+                ways.append("a number of your own as num_microbatches splits batches all the same")
         elif finding.decisive and is_training:
             text += ". Batches are split all the same, so that what is trained differs from plain Lightning"
             ways.append("num_microbatches=1, or 'auto' with check_split='exact', runs them whole")

@@ -243,6 +243,19 @@ def test_steps_that_cannot_be_split_run_whole(case: str) -> None:
     assert re.search(text, found), found
 
 
+def test_a_step_that_changes_what_all_rows_share_runs_whole() -> None:
+    class Scales(Small):
+        def loss(self, batch: Any) -> Tensor:
+            x, y, scale = batch
+            return super().loss((x * scale.mul_(2.0), y))
+
+    batches = [(x, y, torch.full((1, WIDTH), 0.5)) for x, y in MASKED]
+    trainer = make_trainer(num_microbatches="auto")
+    (found,) = told(lambda: trainer.fit(Scales(), ready(batches)))
+    assert found.startswith("training_step changes batch[2] in place, which is 1 at element 0 for 4 rows")
+    assert trainer.strategy.last_step.num_microbatches == 1  # type: ignore[attr-defined]
+
+
 def test_a_batch_whose_rows_are_not_certain_runs_whole() -> None:
     class Two(Small):
         def loss(self, batch: Any) -> Tensor:
