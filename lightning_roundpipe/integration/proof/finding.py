@@ -213,8 +213,8 @@ class Comparison:
             return
         try:
             second = self._pair.tried(self._trials, times=2)
-        except TrialError as error:
-            _log.debug("a second step after the first is not tried, because it has failed: %r", error.__cause__)
+        except (TrialError, *NOT_OF_THE_USER) as error:
+            _log.debug("a second step after the first is not tried: %r", error.__cause__ or error)
         else:
             self._look_at_loss(finding, *second, whose=" of a second step")
             if finding.decisive:

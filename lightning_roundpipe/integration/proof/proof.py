@@ -122,12 +122,17 @@ class Proof:
         known = self._kinds.setdefault(kind, _Kind())
         step, is_training = known.num_steps, kind == "training_step"
         known.num_steps += 1
-        if self._check == "off" or self._retry.wanted(kind) < 2 or self._is_trial() or isinstance(batch, Iterator):
+        if self._check == "off" or self._is_trial() or isinstance(batch, Iterator):
             return
         layout = _layout_of(batch)
         is_due = step == 0 or (is_training and step >= 10 and math.log10(step).is_integer())
         has_others = is_training and self._group.size > 1
-        if not is_due and (has_others or layout in known.proved or (known.proved and not is_training)):
+        if has_others:
+            if not is_due:
+                return  # all ranks prove it in the same steps, whatever they know
+        elif self._retry.wanted(kind) < 2 or (
+            not is_due and (layout in known.proved or (known.proved and not is_training))
+        ):
             return
         started = perf_counter()
         tried = self._tried(kind, call, batch, rest, len(known.proved))
