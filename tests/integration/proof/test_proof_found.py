@@ -174,6 +174,8 @@ class Teaches(Small):
     def __init__(self, *, through_data: bool = False) -> None:
         super().__init__()
         self.teacher = copy.deepcopy(self.body).requires_grad_(False)
+        for weight in self.teacher.parameters():
+            weight.mul_(2.0)
         self.through_data = through_data
 
     def loss(self, batch: Any) -> Tensor:
@@ -241,6 +243,10 @@ def test_steps_that_cannot_be_split_run_whole(case: str) -> None:
     make_module, text = ONCE[case]
     (found,) = told(lambda: compare(make_module, masked(), ours={"num_microbatches": "auto"}))
     assert re.search(text, found), found
+
+
+def test_devices_have_the_weights_that_were_put_back() -> None:
+    compare(Teaches, masked(), ours={"num_microbatches": "auto", "options": {"virtual_copies": True}})
 
 
 def test_a_step_that_changes_what_all_rows_share_runs_whole() -> None:
