@@ -44,7 +44,7 @@ from ..engine.runner import Engine
 from ..usercode.generators import ForeignStates
 from .batches.splitting import Batches
 from .proof.draws import dropout_off
-from .proof.trial import Trials, TrialState, unheard
+from .proof.trial import Trials, tried
 from .proof.watching import ProofMode
 from .steps.log_merging import LogCapture
 from .steps.loss import loss_of
@@ -54,7 +54,7 @@ from .steps.notices import Notices
 Call = Callable[[Any], Any]
 Attempt = Callable[[str, Call, Batches, float], tuple[LogCapture, StepResult]]
 _NUM_NAMED = 3
-# What a micro-batch and all weights may take where nobody has asked for it.
+# What a micro-batch and all weights may take where the user has not asked for it.
 _CHEAP_S = 0.5
 _CHEAP_BYTES = 2**28
 _FULL = (torch.float64, torch.complex128)
@@ -211,21 +211,19 @@ class Verification:
         """What plain autograd gives; the error with which it ends, or in words why the step is not compared."""
         if any(isinstance(part, Iterator) for part in batches.microbatches):
             return "it takes its batches from an iterator"
-        state = TrialState(self._module, self._scan, batches.microbatches, self._devices)
         generator = torch.default_generator.get_state()
         plain: _Plain | Exception | str
         try:
             with contextlib.ExitStack() as stack:
+                parts = batches.microbatches
+                state = stack.enter_context(tried(self._module, self._scan, parts, self._devices))
                 stack.enter_context(_gradients_apart(list(self._trained().values())))
-                stack.enter_context(unheard(self._module, self._scan))
                 stack.enter_context(_unlogged(self._module.trainer))
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(ProofMode(None, state.originals))
                 plain = self._compute(call, batches, loss_scale)
         except Exception as error:  # of the user's code: the step itself is about to raise it as well
             plain = error
         finally:
-            state.put_back()
             torch.default_generator.set_state(generator)
         return plain
 

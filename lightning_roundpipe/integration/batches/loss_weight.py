@@ -126,7 +126,7 @@ class LossWeights:
             why: goes on the sentence "takes losses for means over ..., because".
         """
         self._settled = Decision(rule, why, is_certain=True)
-        if rule != "samples" or self._untold is not None:  # else nobody would have expected anything else
+        if rule != "samples" or self._untold is not None:  # else it is what users expect
             self._notices.warn(f"loss weight {rule}", _announced(self._settled), is_note=True)
         self._untold = None
 

@@ -238,7 +238,7 @@ class Comparison:
         """Whether a difference matters by itself."""
         values = [left[name] for left in (self._one.left, self._other.left) if name in left]
         if len(values) == 2 and all(found.is_of_rows for found in differences(values[0], values[1], self._rounding)):
-            return False  # the rows of the last micro-batch: nobody reads them, or the second step would differ
+            return False  # the rows of the last micro-batch: no code reads them, or the second step would differ
         if name in self._one.activations:
             return False  # of this step, for the same reason
         if name in self._one.buffers | self._other.buffers or any(isinstance(one, (list, dict)) for one in values):

@@ -1,8 +1,8 @@
 """The proof on the first batch: splitting changes nothing.
 
 [Note: the proof]
-Whether the rows of a batch can be split into micro-batches depends on the user's step, which nobody can read. So it is
-tried, on the user's own batch, before the first training step and before the first of each kind of evaluation step::
+Whether the rows of a batch can be split into micro-batches depends on the user's step, which no program can read. So it
+is tried, on the user's own batch, before the first training step and before the first of each kind of evaluation step::
 
     rows of two micro-batches --- as one micro-batch ---> loss, logs, outputs, what is left on modules    compared,
                               '-- as two -------------->  the same, weighed and merged as in a step        then undone
@@ -18,7 +18,7 @@ that the user gave they are split. In either case there is one warning, which sa
 A logged value, an output or something left on a module that differs alone is a warning and changes nothing.
 
 *What is left on modules.* Numbers on the LightningModule, lists and dicts and buffers are compared. Of other attributes
-the last micro-batch's stay, which mostly nobody reads: so if any differ, the two trials are made again, each twice in a
+the last micro-batch's stay, which mostly no code reads: so if any differ, both trials are made again, each twice in a
 row. If the second step gives something else, the first has left a state that it goes on with.
 
 *Several ranks.* Each proves on rows of its own, in the same steps, and they agree: if one must run whole, all do.

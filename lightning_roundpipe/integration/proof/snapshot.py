@@ -125,15 +125,20 @@ def _put_back_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
         now.update(before)
 
 
+def _base_of(container: Any) -> Any:
+    """The class of Python's own that a container is of."""
+    return next(base for base in _CONTAINERS if isinstance(container, base))
+
+
 def _content(container: Any) -> Any:
     """What a container holds, as a list or dict, whatever methods a class of the user's has."""
-    base = next(base for base in _CONTAINERS if isinstance(container, base))
+    base = _base_of(container)
     return dict(base.items(container)) if isinstance(container, dict) else list(base.__iter__(container))
 
 
 def _put_back_content(container: Any, before: Any) -> None:
     """Lets a container hold again what it held, if it does not."""
-    now, base = _content(container), next(base for base in _CONTAINERS if isinstance(container, base))
+    now, base = _content(container), _base_of(container)
     keys = before if isinstance(before, dict) else range(len(before))
     is_alike = len(now) == len(before) and (isinstance(before, list) or now.keys() == before.keys())
     if is_alike and all(now[key] is before[key] for key in keys):

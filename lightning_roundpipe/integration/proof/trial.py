@@ -20,7 +20,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -132,44 +132,50 @@ class Trials:
         Raises:
             Exception: what the step raises; everything was put back.
         """
-        state = TrialState(self._module, self._scan, batch, self._devices)
-        try:
-            with unheard(self._module, self._scan), dropout_off(), torch.compiler.set_stance("force_eager"):
-                started = perf_counter()
-                for _ in range(times):
-                    outcome = self._run(name, call, batches, batch, draws, state.originals)
-                outcome.taken_s = perf_counter() - started
-                state.look(outcome)
-                return outcome
-        finally:
-            state.put_back()
+        with tried(self._module, self._scan, batch, self._devices) as state, dropout_off():
+            started = perf_counter()
+            for _ in range(times):
+                outcome = self._run(name, call, batches, batch, draws, state.originals)
+            outcome.taken_s = perf_counter() - started
+            state.look(outcome)
+            return outcome
 
     def run_backward(self, call: Callable[[Any], Any], batches: Batches) -> StepResult:
         """Forward and backward of a training step, without dropout; all but what it returns is put back."""
-        state = TrialState(self._module, self._scan, batches.microbatches, self._devices)
-        logs, key = LogCapture(self._module, 1, StepMetrics(self._scan)), ("trial", "backward")
+        with tried(self._module, self._scan, batches.microbatches, self._devices) as state, dropout_off():
 
-        def step(part: Any) -> Any:
-            with ProofMode(None, state.originals):
-                return call(part)
+            def step(part: Any) -> Any:
+                with ProofMode(None, state.originals):
+                    return call(part)
 
+            logs = LogCapture(self._module, 1, StepMetrics(self._scan))
+            given = replace(batches, microbatches=tuple(mapped(part, anew=object) for part in batches.microbatches))
+            return self._through_engine("backward", step, given, logs, loss_of=loss_of)
+
+    def _through_engine(
+        self, name: str, step: Callable[[Any], Any], batches: Batches, logs: LogCapture, **more: Any
+    ) -> StepResult:
+        """Runs a step; what it logs is kept.
+
+        Args:
+            more: of the :class:`StepRequest`.
+        """
+        key = ("trial", name, len(batches.microbatches))
         request = StepRequest(
             function=step,
-            microbatches=[mapped(part, anew=object) for part in batches.microbatches],
+            microbatches=batches.microbatches,
             weights=batches.loss_weights,
             key=key,
-            seed=0,
-            loss_of=loss_of,
+            merge=functools.partial(merge_outputs, sizes=batches.sizes, weights=batches.weights),
             autocast_device=self._autocast_device,
             is_trial=True,
+            **{"seed": 0, **more},
         )
         try:
-            as_it_is = torch.compiler.set_stance("force_eager")
-            with unheard(self._module, self._scan), dropout_off(), as_it_is, logs.capturing():
+            with logs.capturing():
                 return self._engine.run(request)
         finally:
-            self._engine.forget(key)
-            state.put_back()
+            self._engine.forget(key)  # each begins with a recording, so that its micro-batches take turns
 
     def _run(
         self, name: str, call: Callable[[Any], Any], batches: Batches, batch: Any, draws: Draws, originals: Originals
@@ -199,22 +205,8 @@ class Trials:
                 squares.append(mode.square)
                 activations.update(self._activations())
 
-        key = ("trial", name, count)
-        request = StepRequest(
-            function=step,
-            microbatches=batches.microbatches,
-            weights=batches.loss_weights,
-            key=key,
-            seed=draws.seed,
-            merge=functools.partial(merge_outputs, sizes=batches.sizes, weights=batches.weights),
-            autocast_device=self._autocast_device,
-            is_trial=True,
-        )
-        try:
-            with logs.capturing(), self._ending_early(is_manual):
-                outputs = self._engine.run(request).outputs
-        finally:
-            self._engine.forget(key)  # each begins with a recording, so that its micro-batches take turns
+        with self._ending_early(is_manual):
+            outputs = self._through_engine(name, step, batches, logs, seed=draws.seed).outputs
         batches.bring_back(batch)
         losses = [loss_of(output) for output in outputs] if is_training and not is_manual else []
         if is_manual:
@@ -265,7 +257,21 @@ class Trials:
 
 
 @contextlib.contextmanager
-def unheard(root: pl.LightningModule, scan: ModuleScan) -> Iterator[None]:
+def tried(
+    root: pl.LightningModule, scan: ModuleScan, batch: Any, devices: Sequence[torch.device]
+) -> Iterator[TrialState]:
+    """While open, steps are tried: nothing is heard of them, what the user has compiled runs as it is, and what they
+    change is put back in the end."""
+    state = TrialState(root, scan, batch, devices)
+    try:
+        with _unheard(root, scan), torch.compiler.set_stance("force_eager"):
+            yield state
+    finally:
+        state.put_back()
+
+
+@contextlib.contextmanager
+def _unheard(root: pl.LightningModule, scan: ModuleScan) -> Iterator[None]:
     """While open, loggers, the profiler and ``self.print`` do nothing, and no warnings of the step are shown."""
     trainer: Any = root.trainer
     loggers, profiler = trainer.loggers, trainer.profiler
