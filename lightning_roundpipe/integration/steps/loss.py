@@ -19,14 +19,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
+from ...lightning_packages import (
+    STEP_OUTPUT,
+    ClosureResult,
+    MisconfigurationException,
+    MixedPrecision,
+    Precision,
+    everywhere,
+    rank_zero_warn,
+)
 from ..batches.merging import merge_outputs
 from ..batches.splitting import Batches
 
@@ -141,9 +144,9 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
     Raises:
         MisconfigurationException: if it is a class of the user's own for other devices.
     """
-    if not isinstance(plugin, MixedPrecision) or plugin.device == autocast_device:
+    if not isinstance(plugin, everywhere(MixedPrecision)) or plugin.device == autocast_device:
         return plugin
-    if type(plugin) is not MixedPrecision:
+    if type(plugin) not in everywhere(MixedPrecision):
         raise MisconfigurationException(
             f"{type(plugin).__name__} is autocast for {plugin.device!r}, but the devices are {autocast_device!r} "
             f"devices, on which it would do nothing: make it with device={autocast_device!r}"
@@ -155,7 +158,7 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
         return plugin
     if plugin.precision == "16-mixed":
         rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
-    return MixedPrecision("bf16-mixed", "cpu")
+    return type(plugin)("bf16-mixed", "cpu")
 
 
 def expected_scale(plugin: Precision, accumulate_grad_batches: int, *, is_final: bool = False) -> float:
@@ -165,7 +168,7 @@ def expected_scale(plugin: Precision, accumulate_grad_batches: int, *, is_final:
     Args:
         is_final: whether all of it is to be anticipated; see :func:`hand_over`.
     """
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    scaler = plugin.scaler if isinstance(plugin, everywhere(MixedPrecision)) else None
     is_scaled = scaler is not None and scaler.is_enabled()
     if not is_scaled and not is_final:
         return 1.0
