@@ -75,8 +75,8 @@ class HostStrategy(RankStrategy):
     @property
     @override
     def accelerator(self) -> Accelerator | None:
-        """That of the Trainer."""
-        return self._accelerator_in_use
+        """That of the Trainer; until there is one, that of the user."""
+        return self._accelerator_in_use or cast("Accelerator | None", vars(self)["_accelerator"])
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
