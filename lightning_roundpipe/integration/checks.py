@@ -18,7 +18,7 @@ Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -70,24 +70,25 @@ def check_precision(plugin: Precision) -> None:
             )
 
 
-def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Lightning itself would say of one of these that it has no attribute 'setup'. What has all that Lightning asks of
-    every callback may be of any class.
+def is_callback(value: object) -> bool:
+    """Whether it is a callback of Lightning, or an object of any class that has what Lightning asks of each."""
+    return isinstance(value, everywhere(Callback)) or (hasattr(value, "setup") and hasattr(value, "state_key"))
+
+
+def refuse_callback(callback: object) -> NoReturn:
+    """Lightning itself would say of it that it has no attribute 'setup'.
 
     Raises:
-        MisconfigurationException: for a callback of another library, naming it.
+        MisconfigurationException: always, naming the class and what it is.
     """
-    for callback in callbacks:
-        missing = [name for name in ("setup", "state_key") if not hasattr(callback, name)]
-        if missing and not isinstance(callback, everywhere(Callback)):
-            kind = type(callback)
-            base = next((base for base in kind.__mro__[:0:-1] if base.__name__.endswith("Callback")), kind)
-            raise MisconfigurationException(
-                f"callbacks= has a {kind.__name__}, a {base.__module__}.{base.__qualname__}: it is for the trainer of "
-                f"another library, and Lightning would never call its hooks (it has no {missing[0]!r}). Leave it out; "
-                f"take a callback of Lightning, such as EarlyStopping, or write a subclass of {pl.__name__}.Callback "
-                "that does the same in hooks such as on_train_batch_end"
-            )
+    kind = type(callback)
+    base = next((base for base in kind.__mro__[:0:-1] if base.__name__.endswith("Callback")), kind)
+    raise MisconfigurationException(
+        f"callbacks= has a {kind.__name__}, a {base.__module__}.{base.__qualname__}: it is for the trainer of another "
+        "library, and Lightning would never call its hooks. Leave it out; take a callback of Lightning, such as "
+        f"EarlyStopping, or write a subclass of {pl.__name__}.Callback that does the same in hooks such as "
+        "on_train_batch_end"
+    )
 
 
 def refuse_fabric() -> NoReturn:

@@ -17,7 +17,8 @@ other arguments are wrong, leaves the strategy to the first one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -28,7 +29,7 @@ from ..accelerator import host_statistics, pool_statistics
 from ..devices.pool import DevicePool
 from ..lightning_packages import _PATH, Accelerator, MisconfigurationException, TrainerFn, TrainerStatus, pl
 from ..optimizer.sharded_state import own_part
-from .checks import check_callbacks, check_modes, note_unused_gpus, refuse_fabric
+from .checks import check_modes, is_callback, note_unused_gpus, refuse_callback, refuse_fabric
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .pool import make_pool
 from .profiling import adapt, profiler_of, restore
@@ -45,6 +46,7 @@ class HostStrategy(RankStrategy):
     _given: dict[str, Any] | None = None
     _set_before: dict[str, Any] | None = None  # by one Trainer, while another is being made
     _accelerator_in_use: Accelerator | None = None
+    _put_back: Callable[[], None] | None = None  # callbacks of the Trainer
 
     # --- Trainers, see [Note: one strategy, several Trainers] ----------------------------------------------------
 
@@ -110,7 +112,19 @@ class HostStrategy(RankStrategy):
                 f"the {type(self).__name__} object at {id(self):#x} was given to another Trainer after this one, and "
                 "has the devices of that now: go on with that one, or make a strategy for each"
             )
-        check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if others := [callback for callback in callbacks if not is_callback(callback)]:
+            # Lightning is going to tell all callbacks of the error, and then the strategy.
+            self._put_back = partial(setattr, trainer, "callbacks", callbacks)
+            vars(trainer)["callbacks"] = [callback for callback in callbacks if is_callback(callback)]
+            refuse_callback(others[0])
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from ...lightning_packages import (
     MixedPrecision,
     Precision,
     everywhere,
+    kind_of,
     rank_zero_warn,
 )
 from ..batches.merging import merge_outputs
@@ -98,7 +99,10 @@ def loss_of(output: Any) -> Tensor | None:
     if output is None:
         return None
     if loss is None or not isinstance(output, Mapping):
-        ClosureResult.from_training_step_output(output)
+        try:
+            ClosureResult.from_training_step_output(output)
+        except kind_of(None, MisconfigurationException) as error:  # of one package, and the Trainer may be of the other
+            raise MisconfigurationException(str(error)) from None
     raise MisconfigurationException(
         f"training_step returned a dict whose 'loss' is of type {type(loss).__name__}: it must be a tensor"
     )

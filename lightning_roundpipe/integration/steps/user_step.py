@@ -52,7 +52,10 @@ def _about_to_be_zeroed(trainer: pl.Trainer) -> list[nn.Parameter]:
         (optimizers[0], "zero_grad", torch.optim.Optimizer),
         *((callback, "on_before_zero_grad", kind_of(callback, pl.Callback)) for callback in callbacks),
     ]
-    if any(name in vars(owner) or getattr(type(owner), name) is not getattr(kind, name) for owner, name, kind in hooks):
+    if any(
+        name in vars(owner) or getattr(type(owner), name, None) is not getattr(kind, name)
+        for owner, name, kind in hooks
+    ):
         return []
     return [weight for group in optimizers[0].param_groups for weight in group["params"]]
 
