@@ -163,7 +163,7 @@ def plugin_without_init(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-@compat("Misuse", "`Fabric(strategy='roundpipe')`", "refused", "Write the step as a LightningModule, for the Trainer.")
+@compat("Misuse", "`Fabric(strategy='roundpipe')`", "refused", "Use a LightningModule.")
 @pytest.mark.parametrize("accelerator", ["auto", "cpu", "roundpipe"])
 def test_fabric(package: Any, accelerator: str) -> None:
     fabric = fabric_of(package)

@@ -92,9 +92,9 @@ def test_a_trainer_that_is_not_finished_takes_nothing() -> None:
 
 @compat(
     "Misuse",
-    "a Trainer whose strategy object was given to a later one",
+    "a strategy given to a later Trainer",
     status="refused",
-    note="Go on with the later one, or make a `RoundPipeStrategy` for each.",
+    note="Make one for each.",
 )
 def test_the_first_trainer_after_a_second() -> None:
     strategy = RoundPipeStrategy(num_microbatches=3)
@@ -120,9 +120,9 @@ def test_a_trainer_while_another_one_runs() -> None:
 
 @compat(
     "Misuse",
-    "callbacks of another library (a `TrainerCallback` of transformers)",
+    "callbacks of another library",
     status="refused",
-    note="Take one of Lightning, or write a subclass of `Callback`.",
+    note="Write a `Callback`.",
 )
 def test_callbacks_of_another_library() -> None:
     transformers = pytest.importorskip("transformers")
