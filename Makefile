@@ -22,10 +22,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-random test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
+.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-random test-pytorch-lightning test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## Make the environment (PYTHON=... picks the interpreter, at least 3.10)
 
@@ -67,6 +67,21 @@ test-kills: $(STAMP)  ## Kill ranks at fifty moments of a training
 
 test-random: $(STAMP)  ## Compare a thousand random models with plain Lightning
 	$(PYTEST) -n $(WORKERS) --dist worksteal --random 1000 tests/parity/test_parity_random.py $(ARGS)
+
+# An environment of its own, without the package lightning. It is kept beside the copy of the tests.
+RENAMED := build/pytorch-lightning
+RENAMED_PYTHON := $(CURDIR)/$(RENAMED)/venv/bin/python
+
+test-pytorch-lightning: $(STAMP)  ## Run tests with the package pytorch_lightning alone, in an environment of its own
+	rm -rf $(RENAMED)/copy
+	test -x $(RENAMED_PYTHON) || $(PYTHON) -m venv $(RENAMED)/venv
+	$(RENAMED_PYTHON) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(TORCH_OPTIONS) torch
+	$(RENAMED_PYTHON) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) pytorch-lightning \
+	    'jsonargparse[signatures]' hypothesis matplotlib peft pytest pytest-timeout pytest-xdist rich setuptools \
+	    tensorboard transformers
+	$(BIN)/python -m tests.package.renamed $(RENAMED)/copy
+	cd $(RENAMED)/copy && PYTHONPATH=. $(RENAMED_PYTHON) -m pytest -q --disable-warnings -n $(WORKERS) --dist loadfile \
+	    tests/parity tests/integration tests/compatibility $(ARGS)
 
 test-stress: $(STAMP)  ## Run the tests while other processes keep all cores busy; lists what fails
 	@trap 'kill $$busy' EXIT; \

@@ -28,9 +28,6 @@ Experimental:
 Modules and attributes that are named in neither list are internal.
 """
 
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
-
 from .__about__ import __version__
 from .accelerator import RoundPipeAccelerator
 from .autograd.recompute import GradientCutError
@@ -39,6 +36,8 @@ from .devices.memory import DeviceOutOfMemoryError
 from .engine.gate import PipelineStalled
 from .engine.runner import UnitEscapeError
 from .integration.batches.reading import BatchSplitError
+from .integration.checks import refuse_fabric
+from .lightning_packages import of_each
 from .options import VirtualLink
 from .planning.plan import StageMemoryError
 from .reporting.timeline_callback import RoundPipeTimeline
@@ -61,14 +60,23 @@ __all__ = [
 
 # LightningCLI hands the name or the path of a class on as text. The Trainer looks it up here, strategies in lower case.
 for _name in (RoundPipeStrategy.strategy_name, "RoundPipeStrategy", "lightning_roundpipe.RoundPipeStrategy"):
-    StrategyRegistry.register(
-        _name.lower(),
-        RoundPipeStrategy,
-        description="Round-robin pipeline over a pool of devices, weights on the host",
-    )
+    for _registry in of_each("pytorch.strategies", "StrategyRegistry"):
+        _registry.register(
+            _name.lower(),
+            RoundPipeStrategy,
+            description="Round-robin pipeline over a pool of devices, weights on the host",
+        )
+    for _registry in of_each("fabric.strategies", "STRATEGY_REGISTRY"):
+        _registry.register(_name.lower(), refuse_fabric, description="For the Trainer only")
 for _name in (RoundPipeAccelerator.name(), "RoundPipeAccelerator", "lightning_roundpipe.RoundPipeAccelerator"):
-    AcceleratorRegistry.register(
-        _name,
-        RoundPipeAccelerator,
-        description="All GPUs if there are any, else virtual CPU devices",
-    )
+    for _registry in (
+        *of_each("pytorch.accelerators", "AcceleratorRegistry"),
+        *of_each("fabric.accelerators", "ACCELERATOR_REGISTRY"),
+    ):
+        _registry.register(
+            _name,
+            RoundPipeAccelerator,
+            description="All GPUs if there are any, else virtual CPU devices",
+        )
+for _strategy in of_each("fabric.strategies", "Strategy"):
+    _strategy.register(RoundPipeStrategy)  # Fabric lets it in, and is told what to do

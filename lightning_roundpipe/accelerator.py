@@ -8,13 +8,12 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator, cpu
 from typing_extensions import override
 
 from .devices.gpu import driver as gpu_driver
 from .devices.gpu.device import GpuDevice
 from .devices.pool import DevicePool, num_auto_devices
+from .lightning_packages import Accelerator, MisconfigurationException, cpu
 
 
 class RoundPipeAccelerator(Accelerator):

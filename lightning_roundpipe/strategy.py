@@ -9,14 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,6 +26,17 @@ from .integration.overlap import NO_OVERLAP, OptimizerOverlap
 from .integration.pool import host_threads
 from .integration.steps.loss import checked_precision, expected_scale, hand_over, merged_step
 from .integration.steps.run import Steps
+from .lightning_packages import (
+    STEP_OUTPUT,
+    AnyAccelerator,
+    AnyCheckpointIO,
+    AnyClusterEnvironment,
+    AnyPrecision,
+    BatchSizeFinder,
+    Strategy,
+    everywhere,
+    pl,
+)
 from .options import RoundPipeOptions, VirtualLink, read_profile
 from .planning.costs import CostProfile
 from .reporting.host_memory import HostMemory
@@ -114,8 +118,6 @@ class RoundPipeStrategy(HostStrategy):
 
     strategy_name = "roundpipe"
     last_step: StepResult | None = None  # without outputs and gradients; stays after fit
-    _has_failed = False
-    _seeks_batch_size = False
     _steps: Steps | None = None
     _overlap: OptimizerOverlap | None = None
 
@@ -142,18 +144,13 @@ class RoundPipeStrategy(HostStrategy):
         check_split: Literal["exact", "warn", "error", "off"] = "exact",
         verify: int | None = None,
         ranks_per_node: int | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
+        cluster_environment: AnyClusterEnvironment | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        accelerator: AnyAccelerator | None = None,
+        checkpoint_io: AnyCheckpointIO | None = None,
+        precision_plugin: AnyPrecision | None = None,
     ) -> None:
-        super().__init__(
-            ranks_per_node=ranks_per_node, process_group_backend=process_group_backend, timeout=timeout,
-            cluster_environment=cluster_environment, accelerator=accelerator, checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )  # fmt: skip
         self.options = RoundPipeOptions(
             num_microbatches=num_microbatches,
             round_size=round_size,
@@ -175,8 +172,20 @@ class RoundPipeStrategy(HostStrategy):
             check_split=check_split,
             verify=verify,
         )
-        self._recordings = Recordings(trace, save_profile)
         self._links = Links()
+        super().__init__(
+            ranks_per_node=ranks_per_node, process_group_backend=process_group_backend, timeout=timeout,
+            cluster_environment=cluster_environment, accelerator=accelerator, checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )  # fmt: skip
+
+    @override
+    def _forget_runs(self) -> None:
+        super()._forget_runs()
+        self._close_steps()
+        self._overlap = self.last_step = None
+        self._has_failed = self._seeks_batch_size = False
+        self._recordings = Recordings(self.options.trace, self.options.save_profile)
         self._said: set[str] = set()
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
@@ -202,12 +211,11 @@ class RoundPipeStrategy(HostStrategy):
         """
         self._close_steps()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._seeks_batch_size = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
+        self._seeks_batch_size = any(isinstance(callback, everywhere(BatchSizeFinder)) for callback in callbacks)
         if trainer.training:
             self._recordings.start()
             self._sharding = self._make_sharding()
-            num_threads = host_threads(self.pool)
-            self._overlap = OptimizerOverlap(self.options, num_threads, lambda: self.engine, self._sharding)
+            self._overlap = OptimizerOverlap(self.options, host_threads(self.pool), lambda: self.engine, self._sharding)
         super().setup(trainer)
         report = None
         if trainer.training:

@@ -32,7 +32,7 @@ MAX_MODULES = 14  # of a folder
 FOLDERS = sorted({path.parent for path in [*FILES, *TESTS]})
 
 _TORCH = "torch"
-_LIGHTNING = "lightning lightning_utilities torch torchmetrics typing_extensions"
+_LIGHTNING = "lightning_utilities torch torchmetrics typing_extensions"
 # From the top down: each part with the libraries that it may import besides the standard library.
 _FLOORS: list[tuple[str, str]] = [
     ("__init__", _LIGHTNING),
@@ -40,6 +40,7 @@ _FLOORS: list[tuple[str, str]] = [
     ("integration", _LIGHTNING),
     ("reporting", f"{_LIGHTNING} matplotlib"),
     ("accelerator", _LIGHTNING),
+    ("lightning_packages", f"{_LIGHTNING} lightning"),
     ("engine", _TORCH),
     ("autograd", _TORCH),
     ("usercode", _TORCH),
@@ -76,7 +77,9 @@ def _rules() -> dict[str, Rule]:
     machine = {"__about__", "common", "devices"}
     rules["cli.machine_facts"] = Rule(frozenset(machine), frozenset({_TORCH}))
     rules["__about__"] = Rule(frozenset(), frozenset())
-    rules["lightning_cli"] = Rule(frozenset({"__about__"}), frozenset({"lightning", "lightning_utilities"}))
+    rules["lightning_cli"] = Rule(
+        frozenset({"__about__", "lightning_packages"}), frozenset({"lightning_utilities", "yaml"})
+    )
     return rules
 
 
@@ -165,6 +168,19 @@ def test_imports_point_down_only() -> None:
     assert found == []
 
 
+def test_one_module_names_the_packages_of_lightning() -> None:
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    found = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        if path.name != "lightning_packages.py"
+        for node in ast.walk(_tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value
+        if node.value.startswith(names)
+    }
+    assert found == set()
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert cycle_in(_imports_between(FILES)) == []
     assert cycle_in({"a": {"b"}, "b": {"a"}}) == ["a", "b", "a"]
@@ -224,6 +240,8 @@ def test_the_docstring_of_a_folder_names_what_is_in_it() -> None:
     [
         ("engine.gate", "import torch.nn\nfrom ..planning.schedule import Schedule\nfrom ..usercode import lock", True),
         ("engine.gate", "def f():\n    import lightning.pytorch", False),
+        ("strategy", "import lightning.pytorch as pl", False),
+        ("strategy", "from .lightning_packages import pl", True),
         ("engine.gate", "import lightning_roundpipe", False),
         ("weights.units", "if TYPE_CHECKING:\n    from .casts import Casts", False),
         ("weights.units", "if TYPE_CHECKING:\n    from torch import Tensor", True),

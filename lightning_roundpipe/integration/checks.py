@@ -19,20 +19,9 @@ Integer or 8-bit float weights in plain parameters and buffers (GPTQ, AWQ, FP8) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import (
-    BitsandbytesPrecision,
-    DeepSpeedPrecision,
-    FSDPPrecision,
-    LayerSync,
-    TransformerEnginePrecision,
-    XLAPrecision,
-)
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
@@ -41,6 +30,21 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..common.graphs import has_saved_tensor_hooks
 from ..devices.gpu.driver import gpu_type
+from ..lightning_packages import (
+    BitsandbytesPrecision,
+    Callback,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    LayerSync,
+    MisconfigurationException,
+    Precision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+    everywhere,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from ..weights.futures import PendingParameter
 from ..weights.units import UnitClasses, check_chosen
 
@@ -59,11 +63,45 @@ def check_precision(plugin: Precision) -> None:
     MisconfigurationException: for plugins that need another strategy, or weights that live on a device.
     """
     for kind, why in _NOT_FOLLOWED.items():
-        if isinstance(plugin, kind):
+        if isinstance(plugin, everywhere(kind)):
             raise MisconfigurationException(
                 f"{type(plugin).__name__} cannot be used with strategy='roundpipe': it {why}. Leave the plugin out and "
                 "set precision='bf16-mixed' or 'bf16-true', or use another strategy"
             )
+
+
+def is_callback(value: object) -> bool:
+    """Whether it is a callback of Lightning, or an object of any class that has what Lightning asks of each."""
+    return isinstance(value, everywhere(Callback)) or (hasattr(value, "setup") and hasattr(value, "state_key"))
+
+
+def refuse_callback(callback: object) -> NoReturn:
+    """Lightning itself would say of it that it has no attribute 'setup'.
+
+    Raises:
+        MisconfigurationException: always, naming the class and what it is.
+    """
+    kind = type(callback)
+    base = next((base for base in kind.__mro__[:0:-1] if base.__name__.endswith("Callback")), kind)
+    raise MisconfigurationException(
+        f"callbacks= has a {kind.__name__}, a {base.__module__}.{base.__qualname__}: it is for the trainer of another "
+        "library, and Lightning would never call its hooks. Leave it out; take a callback of Lightning, such as "
+        f"EarlyStopping, or write a subclass of {pl.__name__}.Callback that does the same in hooks such as "
+        "on_train_batch_end"
+    )
+
+
+def refuse_fabric() -> NoReturn:
+    """In the place of the strategy, where Fabric asks for it.
+
+    Raises:
+        MisconfigurationException: always.
+    """
+    raise MisconfigurationException(
+        "strategy='roundpipe' does not work with Fabric, which has no training_step that could run once for each "
+        "micro-batch: write the step as a LightningModule, and train it with Trainer(strategy='roundpipe'). A loop of "
+        "your own (zero_grad, manual_backward, step) goes into its training_step, with automatic_optimization = False"
+    )
 
 
 def note_unused_gpus(devices: Sequence[torch.device]) -> None:

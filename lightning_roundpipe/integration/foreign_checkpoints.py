@@ -20,14 +20,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+
+from ..lightning_packages import (
+    _PATH,
+    FABRIC,
+    CheckpointIO,
+    MisconfigurationException,
+    TorchCheckpointIO,
+    _WrappingCheckpointIO,
+    everywhere,
+    of_each,
+    pl,
+    rank_zero_info,
+)
 
 _VERSION = "pytorch-lightning_version"
 _MARKS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -39,22 +46,22 @@ def refuse_folder(path: _PATH, checkpoint_io: CheckpointIO) -> None:
     Raises:
         IsADirectoryError: if ``path`` is a folder on this machine that ``checkpoint_io`` cannot read.
     """
-    while isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+    while isinstance(checkpoint_io, everywhere(_WrappingCheckpointIO)) and checkpoint_io.checkpoint_io is not None:
         checkpoint_io = checkpoint_io.checkpoint_io
-    if not os.path.isdir(path) or type(checkpoint_io) is not TorchCheckpointIO:
+    if not os.path.isdir(path) or type(checkpoint_io) not in everywhere(TorchCheckpointIO):
         return
     folder = Path(path)
     if (folder / ".metadata").is_file() and any(folder.glob("*.distcp")):
         raise IsADirectoryError(
             f"the checkpoint '{folder}' is a folder with the parts of several processes. Make one file of it "
-            f"with python -m lightning.pytorch.utilities.consolidate_checkpoint {folder} (FSDPStrategy), or with "
-            f"python -m lightning.fabric.utilities.consolidate_checkpoint {folder} (ModelParallelStrategy), and pass "
+            f"with python -m {pl.__name__}.utilities.consolidate_checkpoint {folder} (FSDPStrategy), or with "
+            f"python -m {FABRIC}.utilities.consolidate_checkpoint {folder} (ModelParallelStrategy), and pass "
             f"'{folder}.consolidated'"
         )
     if (folder / "latest").is_file() or any(folder.glob("**/*_model_states.pt")):
         raise IsADirectoryError(
             f"the checkpoint '{folder}' is a folder that DeepSpeed has written. Make one file of its weights, "
-            "where DeepSpeed is installed, with lightning.pytorch.utilities.deepspeed."
+            f"where DeepSpeed is installed, with {pl.__name__}.utilities.deepspeed."
             f"convert_zero_checkpoint_to_fp32_state_dict('{folder}', '{folder}.consolidated'). "
             f"{_without_optimizer_state(f'{folder}.consolidated')}"
         )
@@ -75,7 +82,7 @@ def as_lightning_checkpoint(checkpoint: Any, path: _PATH, *, is_resumed: bool) -
             f"{os.fspath(path)!r} is not a checkpoint of Lightning, which has an entry 'state_dict'. If it holds the "
             "weights alone, load them with module.load_state_dict(...), and leave ckpt_path away"
         )
-    checkpoint.setdefault(_VERSION, lightning.__version__)  # a file with weights and nothing else
+    checkpoint.setdefault(_VERSION, of_each("pytorch", "__version__")[0])  # a file with weights and nothing else
     numbered = sorted(
         (key for key in checkpoint if key.startswith("optimizer_") and key[10:].isdigit()),
         key=lambda key: int(key[10:]),

@@ -1,32 +1,130 @@
-"""What Lightning asks of a strategy beside steps and ranks: devices, checkpoint files, profilers, checks."""
+"""What Lightning asks of a strategy beside steps and ranks: devices, checkpoint files, profilers, checks.
+
+[Note: one strategy, several Trainers]
+A cell of a notebook that runs twice gives the same strategy to a second Trainer. A Trainer takes what it finds set on a
+strategy for the wish of the user, and then sets everything itself: what it finds would be the wish of the first one. So
+what the user has given is kept::
+
+    Trainer(strategy=...)   looks at strategy._accelerator      from now on all shows what the user has given
+                            looks at what else is set
+                            sets strategy.accelerator           the strategy is as new
+                            sets everything else
+    trainer.fit(...)        strategy.connect(module)            of a Trainer that was made before: an error
+
+Lightning looks at ``_accelerator`` at this one place, before all else. A second Trainer that is not finished, since its
+other arguments are wrong, leaves the strategy to the first one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
 from ..accelerator import host_statistics, pool_statistics
 from ..devices.pool import DevicePool
+from ..lightning_packages import _PATH, Accelerator, MisconfigurationException, TrainerFn, TrainerStatus, pl
 from ..optimizer.sharded_state import own_part
-from .checks import check_modes, note_unused_gpus
+from .checks import check_modes, is_callback, note_unused_gpus, refuse_callback, refuse_fabric
 from .foreign_checkpoints import as_lightning_checkpoint, by_position, refuse_folder, with_names_of
 from .pool import make_pool
 from .profiling import adapt, profiler_of, restore
 from .rank_strategy import RankStrategy
+
+# What a Trainer may find set on a strategy besides the accelerator, and sets.
+_SETTINGS = ("_precision_plugin", "_checkpoint_io", "cluster_environment", "_parallel_devices")
 
 
 class HostStrategy(RankStrategy):
     """A strategy whose weights, optimizers and files are the host's, and whose steps run on a pool of devices."""
 
     _pool: DevicePool | None = None
+    _given: dict[str, Any] | None = None
+    _set_before: dict[str, Any] | None = None  # by one Trainer, while another is being made
+    _accelerator_in_use: Accelerator | None = None
+    _put_back: Callable[[], None] | None = None  # callbacks of the Trainer
+
+    # --- Trainers, see [Note: one strategy, several Trainers] ----------------------------------------------------
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        """That of the user. Lightning reads it when a Trainer is made.
+
+        Raises:
+            MisconfigurationException: if it is made while another one runs.
+        """
+        trainer = None if self._lightning_module is None else self._lightning_module._trainer
+        if trainer is not None and trainer.state.status == TrainerStatus.RUNNING:
+            raise MisconfigurationException(
+                f"the {type(self).__name__} object at {id(self):#x} is in use by a Trainer that runs: give a Trainer "
+                "that is made meanwhile a strategy of its own"
+            )
+        if self._given is None:
+            self._given = {name: vars(self)[name] for name in _SETTINGS}
+        elif self._set_before is None:
+            self._set_before = {name: vars(self)[name] for name in _SETTINGS}
+            vars(self).update(self._given)
+        return cast("Accelerator | None", vars(self)["_accelerator"])
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        vars(self)["_accelerator"] = accelerator
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        """That of the Trainer; until there is one, that of the user."""
+        return self._accelerator_in_use or cast("Accelerator | None", vars(self)["_accelerator"])
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        if self._set_before is not None:
+            self._set_before = None
+            self._forget_runs()
+        self._accelerator_in_use = accelerator
+
+    @override
+    def _forget_runs(self) -> None:
+        super()._forget_runs()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.dispose()
+
+    @property
+    def _precision(self) -> NoReturn:
+        """Fabric asks for it, and nothing else does.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        refuse_fabric()
+
+    def _check_trainer(self, trainer: pl.Trainer) -> None:
+        if self._set_before is not None:
+            vars(self).update(self._set_before)
+            self._set_before = None
+        if trainer._accelerator_connector.accelerator is not self.accelerator:
+            raise MisconfigurationException(
+                f"the {type(self).__name__} object at {id(self):#x} was given to another Trainer after this one, and "
+                "has the devices of that now: go on with that one, or make a strategy for each"
+            )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if others := [callback for callback in callbacks if not is_callback(callback)]:
+            # Lightning is going to tell all callbacks of the error, and then the strategy.
+            self._put_back = partial(setattr, trainer, "callbacks", callbacks)
+            vars(trainer)["callbacks"] = [callback for callback in callbacks if is_callback(callback)]
+            refuse_callback(others[0])
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     # --- set-up and tear-down ----------------------------------------------------------------------------------
 
@@ -66,8 +164,11 @@ class HostStrategy(RankStrategy):
         """The first hook of a run, before anything is profiled.
 
         Raises:
-            MisconfigurationException: if the run is inside a mode of torch that steps would not see.
+            MisconfigurationException: if the strategy belongs to another Trainer, callbacks are none of Lightning's, or
+                the run is inside a mode of torch that steps would not see.
         """
+        if model._trainer is not None:
+            self._check_trainer(model._trainer)
         check_modes()
         if (profiler := profiler_of(model)) is not None:
             adapt(profiler)

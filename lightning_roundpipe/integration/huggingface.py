@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..common.attributes import attribute_set
+from ..lightning_packages import PossibleUserWarning
 from .batches.packed import packs_sequences
 from .steps.modules import ModuleScan
 from .steps.notices import Notices

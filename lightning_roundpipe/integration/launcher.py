@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from ..lightning_packages import (
+    ClusterEnvironment,
+    MisconfigurationException,
+    _set_num_threads_if_needed,
+    _SubprocessScriptLauncher,
+    pl,
+)
 from ..ranks.environment import Place
 from ..ranks.failures import RankError
 

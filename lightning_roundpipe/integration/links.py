@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from timeit import repeat
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 
 from ..common.threads import Worker
 from ..devices.links import measured
 from ..devices.pool import DevicePool
+from ..lightning_packages import rank_zero_info
 from ..planning.costs import Machine
 from ..planning.quantities import format_bandwidth
 

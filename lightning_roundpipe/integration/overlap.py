@@ -9,11 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +17,15 @@ from ..common.attributes import attribute_set
 from ..common.fingerprints import Versions
 from ..common.sizes import num_bytes_of
 from ..engine.runner import Engine
+from ..lightning_packages import (
+    ROOTS,
+    MisconfigurationException,
+    Precision,
+    kind_of,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from ..optimizer.clipping import clip_factor
 from ..optimizer.stale import StaleWeights
 from ..optimizer.state import plain_state
@@ -264,7 +269,8 @@ def _may_be_watched(module: pl.LightningModule, plugin: Precision, ours: Callabl
     Args:
         ours: is in the place of the plugin's clipping by norm; None for nothing.
     """
-    overrides = any(getattr(type(module), n) is not getattr(pl.LightningModule, n) for n in _CLIPPING)
+    plain = kind_of(module, pl.LightningModule)
+    overrides = any(getattr(type(module), name) is not getattr(plain, name) for name in _CLIPPING)
     patched = any(name in vars(module) for name in _CLIPPING)
     patched = patched or any(vars(plugin).get(name, ours) != ours for name in _OF_PLUGIN)
-    return overrides or patched or type(plugin).__module__.split(".")[0] not in ("lightning", "pytorch_lightning")
+    return overrides or patched or type(plugin).__module__.split(".")[0] not in ROOTS

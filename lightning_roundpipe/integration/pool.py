@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torchmetrics import Metric
 
 from ..devices.pool import DevicePool
 from ..devices.virtual import TimedLink
 from ..engine.runner import Engine
+from ..lightning_packages import rank_zero_warn
 from ..options import RoundPipeOptions, VirtualLink
 from ..planning.costs import CostProfile, Machine
 from ..planning.plan import StepPlan, plan_evaluation, plan_training, round_sizes

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-import lightning.pytorch as pl
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 
+from ..lightning_packages import PassThroughProfiler, Profiler, PyTorchProfiler, everywhere, pl
 from ..usercode.lock import current
 
 
@@ -31,11 +30,11 @@ def profiler_of(model: pl.LightningModule) -> Profiler | None:
 
 def adapt(profiler: Profiler) -> None:
     """Makes ``profiler`` fit for steps on several threads; see [Note: profiled actions]."""
-    if isinstance(profiler, PassThroughProfiler):
+    if isinstance(profiler, everywhere(PassThroughProfiler)):
         return
     restore(profiler)
     vars(profiler).update(start=partial(_start, profiler, profiler.start), stop=partial(_of_the_first, profiler.stop))
-    if isinstance(profiler, PyTorchProfiler):
+    if isinstance(profiler, everywhere(PyTorchProfiler)):
         _look_at_all_threads(profiler)
 
 
@@ -54,7 +53,7 @@ def _of_the_first(original: Callable[[str], None], action_name: str) -> None:
 
 def _start(profiler: Profiler, original: Callable[[str], None], action_name: str) -> None:
     _of_the_first(original, action_name)
-    register = profiler._register if isinstance(profiler, PyTorchProfiler) else None
+    register = profiler._register if isinstance(profiler, everywhere(PyTorchProfiler)) else None
     if register is not None and not isinstance(register._records, RecordsByThread):
         register._records = RecordsByThread()
 

@@ -16,17 +16,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..lightning_packages import (
+    LightningOptimizer,
+    MisconfigurationException,
+    ParallelStrategy,
+    Strategy,
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+    everywhere,
+    rank_zero_only,
+    reset_seed,
+)
 from ..options import RoundPipeOptions, check_count
 from ..ranks.buckets import EACH_FOR_ITSELF, Owners
 from ..ranks.environment import Place, connect, own_devices
@@ -74,8 +79,16 @@ class RankStrategy(ParallelStrategy):
         self._backend = process_group_backend or "gloo"
         self._timeout = timeout or _TIMEOUT
         self.num_nodes = 1
-        self._place = Place()
         self._group: RankGroup = ALONE
+        self._forget_runs()
+
+    def _forget_runs(self) -> None:
+        """What runs have left is gone: a Trainer that is made later finds the strategy as new."""
+        self._lightning_module = self._model = self._launcher = None
+        self._reset_optimizers_and_schedulers()
+        group, self._group = self._group, ALONE
+        group.close()
+        self._place = Place()
         self._own_devices: list[torch.device] | None = None
         self._buffers = SharedBuffers()
         self._num_reductions = itertools.count()
@@ -93,6 +106,7 @@ class RankStrategy(ParallelStrategy):
         Raises:
             MisconfigurationException: if what tells of other processes does not agree.
         """
+        super()._configure_launcher()
         self._place = place_in(self.cluster_environment, self.num_nodes, self._ranks_per_node)
         if self.is_distributed:
             for only in (rank_zero_only, rank_zero_of_utilities.rank_zero_only):
@@ -282,7 +296,7 @@ class RankStrategy(ParallelStrategy):
         if self.is_distributed:
             super().teardown()
         else:  # the variables of its environment stay
-            super(ParallelStrategy, self).teardown()
+            Strategy.teardown(self)
 
     # --- sharded optimizers, see :mod:`integration.sharding` -------------------------------------------------------
 
@@ -315,6 +329,6 @@ class RankStrategy(ParallelStrategy):
                 "ranks are not connected any more after an error, and the state of a sharded optimizer is on all of "
                 "them: no checkpoint can be written. Resume from the last one"
             )
-        if isinstance(optimizer, LightningOptimizer):
+        if isinstance(optimizer, everywhere(LightningOptimizer)):
             optimizer = optimizer.optimizer
         return self._sharding.state_of(optimizer)

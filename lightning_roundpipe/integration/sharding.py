@@ -13,16 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..common.attributes import attribute_set
+from ..lightning_packages import MisconfigurationException, MixedPrecision, Precision, everywhere, kind_of, pl
 from ..optimizer.clipping import norms
 from ..optimizer.sharded_state import gathered_state
 from ..optimizer.sharding import Shards
@@ -61,7 +58,7 @@ class Sharding:
             MisconfigurationException: if the precision plugin is in the way.
         """
         plugin = self._module.trainer.precision_plugin
-        if type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm:
+        if type(plugin).clip_grad_by_norm is not kind_of(plugin, Precision).clip_grad_by_norm:
             raise sharding_refused(
                 f"{type(plugin).__name__} clips gradients in a way of its own, which would see a part of them"
             )
@@ -74,7 +71,7 @@ class Sharding:
         self._undo.enter_context(attribute_set(plugin, "clip_grad_by_norm", self.clip_grad_by_norm))
         # Looked up by clip_grad_norm_ in each call, under whatever name that was imported.
         self._undo.enter_context(attribute_set(clip_grad, "_get_total_norm", _refuse_clipping))
-        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        scaler = plugin.scaler if isinstance(plugin, everywhere(MixedPrecision)) else None
         if scaler is not None:
             self._undo.enter_context(attribute_set(scaler, "_unscale_grads_", self._unscaling(scaler)))
 

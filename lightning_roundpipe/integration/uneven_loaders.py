@@ -19,9 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
+from ..lightning_packages import MisconfigurationException, has_iterable_dataset, sized_len
 from ..ranks.group import RankGroup
 
 _OWN = frozenset({"unwrapped", "_group", "_name", "_length", "has_data"})

@@ -29,10 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from ..autograd.parametrizations import power_iterations_once
@@ -41,6 +38,7 @@ from ..common.trees import mapped
 from ..devices.pool import DevicePool
 from ..engine.requests import StepResult
 from ..engine.runner import Engine
+from ..lightning_packages import MisconfigurationException, pl, rank_zero_info
 from ..usercode.generators import ForeignStates
 from .batches.splitting import Batches
 from .proof.draws import dropout_off

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from ..common.pages import available_bytes
 from ..common.sizes import num_bytes_of
+from ..lightning_packages import rank_zero_info, rank_zero_warn
 from ..optimizer.stale import StaleWeights
 from ..planning.costs import CostProfile
 from ..planning.plan import StepPlan

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from ..lightning_packages import Callback, MisconfigurationException, pl
 from .summary import Summary
 from .tracing import Traced, TraceWriter, step_figures
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from ..devices.pool import DevicePool
 from ..engine.requests import StepRequest, StepResult
 from ..engine.runner import Engine
+from ..lightning_packages import rank_zero_warn
 from ..options import check_count, check_writable
 from ..planning.files import write_text
 from ..planning.spans import Mark

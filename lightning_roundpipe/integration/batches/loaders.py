@@ -7,13 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, default_collate
 
 from ...common.trees import children_of
+from ...lightning_packages import CombinedLoader, everywhere, is_overridden, is_param_in_hook_signature, kind_of, pl
 from ..uneven_loaders import UnevenLoader
 from .reading import UNKNOWN, BatchSource, Role
 
@@ -59,7 +56,7 @@ class Readings:
         """
         trainer = self._module.trainer
         combined = getattr(trainer._active_loop, "_combined_loader", None)
-        if not isinstance(combined, CombinedLoader):
+        if not isinstance(combined, everywhere(CombinedLoader)):
             return UNKNOWN, {}
         loaders, index = list(combined.flattened), None
         is_joined = False
@@ -105,8 +102,10 @@ class Readings:
 
     def _overrides(self, *hooks: str) -> bool:
         datamodule = getattr(self._module._trainer, "datamodule", None)
-        owners = [owner for owner in (self._module, datamodule) if owner is not None]
-        return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+        owners: list[tuple[Any, type[Any]]] = [(self._module, kind_of(self._module, pl.LightningModule))]
+        if datamodule is not None:
+            owners.append((datamodule, kind_of(datamodule, pl.LightningDataModule)))
+        return any(is_overridden(hook, owner, plain) for hook in hooks for owner, plain in owners)
 
 
 def _layout_of(value: Any) -> Any:

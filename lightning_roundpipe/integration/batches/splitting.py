@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor
 
+from ...lightning_packages import PossibleUserWarning, pl
 from ...options import RoundPipeOptions
 from ...usercode.outputs import brought_home
 from ..steps.modules import ModuleScan

@@ -34,12 +34,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from ...common.seeds import derive_seed
 from ...common.trees import children_of, mapped
+from ...lightning_packages import MisconfigurationException, rank_zero_info
 from ...options import RoundPipeOptions
 from ...ranks.group import RankGroup
 from ..batches.loss_weight import RULES, Rule

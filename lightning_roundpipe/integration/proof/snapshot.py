@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from ...lightning_packages import ROOTS
+
 # Entries of a container that is looked into.
 _MOST_ENTRIES = 64
 # Objects that are looked at.
@@ -28,7 +30,7 @@ _MOST_OBJECTS = 1_000_000
 _MOST_ARRAY_BYTES = 2**20
 _CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque, bytearray)
 # Packages whose objects have a life of their own: the Trainer, loggers, optimizers, loaders; threads, files, locks.
-_FOREIGN = (sys.stdlib_module_names | {"lightning", "pytorch_lightning", "lightning_roundpipe", "torch"}) - {
+_FOREIGN = (sys.stdlib_module_names | ROOTS | {"lightning_roundpipe", "torch"}) - {
     *("abc", "builtins", "collections", "dataclasses", "types", "typing"),
 }
 _NO_STATE = (str, bytes, int, float, complex, bool, type(None), type, FunctionType, BuiltinFunctionType, ModuleType)

@@ -24,12 +24,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.loggers.logger import _DummyExperiment
-from lightning.pytorch.loggers.logger import DummyLogger, Logger
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ...common.attributes import ALL, assign, attribute_set, is_container, read
@@ -38,6 +33,7 @@ from ...common.trees import mapped, tensors_in
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
 from ...engine.runner import Engine
+from ...lightning_packages import DummyLogger, Logger, PassThroughProfiler, _DummyExperiment, pl, rank_zero_warn
 from ...usercode.collected_lists import NOT_OF_USERS, is_unchanged, nested_copy
 from ...usercode.generators import ForeignStates, seed_foreign
 from ...usercode.hook_state import held_by_hooks

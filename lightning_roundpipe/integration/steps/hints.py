@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-
+from ...lightning_packages import PossibleUserWarning
 from ..batches.splitting import Batches
 from .notices import Notices
 

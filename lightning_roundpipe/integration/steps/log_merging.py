@@ -17,17 +17,17 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
 from ...common.attributes import attribute_set
+from ...lightning_packages import everywhere, pl
 from ...usercode.lock import current
 from ...usercode.outputs import brought_home
 from ..batches.splitting import Batches
 from .metrics import StepMetrics
 
-_LIGHTNING_FILE = LightningModule.log.__code__.co_filename
+_LIGHTNING_FILES = {kind.log.__code__.co_filename for kind in everywhere(pl.LightningModule)}
 
 
 @dataclass
@@ -50,7 +50,7 @@ class LogCapture:
     themselves. What the recomputation of a unit logs has been logged by its forward.
     """
 
-    def __init__(self, root: LightningModule, num_microbatches: int, metrics: StepMetrics) -> None:
+    def __init__(self, root: pl.LightningModule, num_microbatches: int, metrics: StepMetrics) -> None:
         self._results = root.trainer._results  # None while predicting: there ``log`` raises
         self._metrics = metrics
         self._calls: list[list[_LogCall]] = [[] for _ in range(num_microbatches)]
@@ -139,7 +139,7 @@ def _batch_size(group: Sequence[_LogCall], batches: Batches) -> int | None:
 def _place_of_call() -> str:
     """Where the user logs: the innermost line outside Lightning and this file."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == _LIGHTNING_FILE:
+    while frame is not None and frame.f_code.co_filename in _LIGHTNING_FILES:
         frame = frame.f_back
     return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -19,14 +19,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
+from ...lightning_packages import (
+    STEP_OUTPUT,
+    ClosureResult,
+    MisconfigurationException,
+    MixedPrecision,
+    Precision,
+    everywhere,
+    kind_of,
+    rank_zero_warn,
+)
 from ..batches.merging import merge_outputs
 from ..batches.splitting import Batches
 
@@ -95,7 +99,10 @@ def loss_of(output: Any) -> Tensor | None:
     if output is None:
         return None
     if loss is None or not isinstance(output, Mapping):
-        ClosureResult.from_training_step_output(output)
+        try:
+            ClosureResult.from_training_step_output(output)
+        except kind_of(None, MisconfigurationException) as error:  # of one package, and the Trainer may be of the other
+            raise MisconfigurationException(str(error)) from None
     raise MisconfigurationException(
         f"training_step returned a dict whose 'loss' is of type {type(loss).__name__}: it must be a tensor"
     )
@@ -141,9 +148,9 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
     Raises:
         MisconfigurationException: if it is a class of the user's own for other devices.
     """
-    if not isinstance(plugin, MixedPrecision) or plugin.device == autocast_device:
+    if not isinstance(plugin, everywhere(MixedPrecision)) or plugin.device == autocast_device:
         return plugin
-    if type(plugin) is not MixedPrecision:
+    if type(plugin) not in everywhere(MixedPrecision):
         raise MisconfigurationException(
             f"{type(plugin).__name__} is autocast for {plugin.device!r}, but the devices are {autocast_device!r} "
             f"devices, on which it would do nothing: make it with device={autocast_device!r}"
@@ -155,7 +162,7 @@ def checked_precision(plugin: Precision, autocast_device: str) -> Precision:
         return plugin
     if plugin.precision == "16-mixed":
         rank_zero_warn("precision='16-mixed' is not supported on CPU devices: using 'bf16-mixed'")
-    return MixedPrecision("bf16-mixed", "cpu")
+    return type(plugin)("bf16-mixed", "cpu")
 
 
 def expected_scale(plugin: Precision, accumulate_grad_batches: int, *, is_final: bool = False) -> float:
@@ -165,7 +172,7 @@ def expected_scale(plugin: Precision, accumulate_grad_batches: int, *, is_final:
     Args:
         is_final: whether all of it is to be anticipated; see :func:`hand_over`.
     """
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    scaler = plugin.scaler if isinstance(plugin, everywhere(MixedPrecision)) else None
     is_scaled = scaler is not None and scaler.is_enabled()
     if not is_scaled and not is_final:
         return 1.0

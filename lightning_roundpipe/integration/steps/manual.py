@@ -28,9 +28,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MethodType
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -38,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...autograd.recompute import reached_cut
 from ...common.attributes import attribute_set
 from ...engine.barrier import Barrier, Collective, meet
+from ...lightning_packages import MisconfigurationException, pl
 from ...usercode.lock import current
 from ..batches.splitting import Batches
 from .log_merging import weighted_mean

@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.fingerprints import Versions, sample_of
 from ...common.trees import tensors_in
 from ...devices.pool import DevicePool
+from ...lightning_packages import MisconfigurationException, pl
 from ...usercode.lock import current
 from ..batches.splitting import Batches
 from .hints import note_sizes
@@ -57,7 +56,7 @@ class StepGuard:
 
     def __init__(
         self,
-        root: LightningModule,
+        root: pl.LightningModule,
         pool: DevicePool,
         scan: ModuleScan,
     ) -> None:

@@ -6,10 +6,11 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torchmetrics import Metric
+
+from ...lightning_packages import everywhere, pl
 
 
 class ModuleScan:
@@ -48,7 +49,7 @@ class ModuleScan:
         self._parents = [(module, tuple(_children(module).values())) for module in modules if _children(module)]
         self.metrics = [module for module in modules if isinstance(module, Metric)]
         self.norms = [module for module in modules if isinstance(module, _NormBase)]
-        self.lightning_modules = [(name, m) for name, m in self.named if isinstance(m, LightningModule)]
+        self.lightning_modules = [(name, m) for name, m in self.named if isinstance(m, everywhere(pl.LightningModule))]
         self.cached = [module for module in modules if hasattr(vars(module).get("config"), "__dict__")]
         self.checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
         self.prompted = [module for module in modules if hasattr(type(module), "get_prompt")]

@@ -8,9 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
 from ...common.attributes import attribute_set
+from ...lightning_packages import rank_zero_info, rank_zero_warn
 from ...usercode.lock import current
 
 

@@ -25,10 +25,10 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from ...lightning_packages import pl
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners
 from ...ranks.group import RankGroup
 from ...ranks.reduction import Gradients, Reduction, StepReduction

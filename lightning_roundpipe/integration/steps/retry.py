@@ -48,12 +48,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from ...devices.device import DeviceLostError
 from ...devices.memory import DeviceOutOfMemoryError
 from ...devices.pool import DevicePool
 from ...engine.execution import LateWriteError
+from ...lightning_packages import rank_zero_info, rank_zero_warn
 from ...planning.costs import CostProfile
 from ...planning.plan import StageMemoryError, describe_need, needed_bytes
 from ..batches.splitting import Batches

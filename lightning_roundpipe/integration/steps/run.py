@@ -18,12 +18,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
+from ...lightning_packages import TrainerFn, pl
 from ...options import RoundPipeOptions
 from ...planning.costs import Machine
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from ...common.seeds import derive_seed
+from ...lightning_packages import kind_of, pl
 from ...weights.futures import unwaited
 
 Function = Callable[[Any], Any]
@@ -47,12 +47,15 @@ def _about_to_be_zeroed(trainer: pl.Trainer) -> list[nn.Parameter]:
         return []
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     hooks = [
-        (module, "on_before_zero_grad", pl.LightningModule),
-        (module, "optimizer_zero_grad", pl.LightningModule),
+        (module, "on_before_zero_grad", kind_of(module, pl.LightningModule)),
+        (module, "optimizer_zero_grad", kind_of(module, pl.LightningModule)),
         (optimizers[0], "zero_grad", torch.optim.Optimizer),
-        *((callback, "on_before_zero_grad", pl.Callback) for callback in callbacks),
+        *((callback, "on_before_zero_grad", kind_of(callback, pl.Callback)) for callback in callbacks),
     ]
-    if any(name in vars(owner) or getattr(type(owner), name) is not getattr(kind, name) for owner, name, kind in hooks):
+    if any(
+        name in vars(owner) or getattr(type(owner), name, None) is not getattr(kind, name)
+        for owner, name, kind in hooks
+    ):
         return []
     return [weight for group in optimizers[0].param_groups for weight in group["params"]]
 

@@ -261,36 +261,6 @@ def test_forgotten_import() -> None:
 
 @compat(
     "Misuse",
-    "the package `pytorch_lightning`",
-    status="refused",
-    note="Use `import lightning as L`.",
-)
-def test_the_other_package() -> None:
-    other = pytest.importorskip("pytorch_lightning", reason="needs the package pytorch_lightning")
-    for strategy in ("roundpipe", RoundPipeStrategy()):
-        with pytest.raises(ValueError, match="invalid strategy name"):
-            other.Trainer(strategy=strategy, accelerator="cpu", logger=False)
-    with pytest.raises(TypeError, match="must be a `LightningModule`"):
-        make_trainer().fit(type("Theirs", (other.LightningModule,), {})(), make_loader())
-
-
-@compat(
-    "Misuse",
-    "one strategy object for two Trainers",
-    status="refused",
-    note="Make a new `RoundPipeStrategy` for each Trainer.",
-)
-def test_strategy_of_another_trainer() -> None:
-    trainer = make_trainer()
-    for accelerator in ("cpu", "auto"):
-        with pytest.raises(MisconfigurationException, match=r"set through (both|RoundPipeStrategy)"):
-            L.Trainer(strategy=trainer.strategy, accelerator=accelerator, devices=3, logger=False)
-    trainer.fit(Small(), make_loader())
-    assert (trainer.global_step, len(trainer.strategy.pool)) == (3, 2)
-
-
-@compat(
-    "Misuse",
     "accelerators and devices that make no sense",
     status="refused",
     note="The error comes with the Trainer.",
