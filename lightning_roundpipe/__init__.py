@@ -19,7 +19,7 @@ Stable:
     ``accelerator``, ``checkpoint_io``, ``precision_plugin``.
 
 Experimental:
-    ``VirtualLink``; the packages ``lightning_roundpipe.planning`` and ``lightning_roundpipe.reporting.pictures``; what
+    ``VirtualLink``; ``whole_batch``; the packages ``lightning_roundpipe.planning`` and ``lightning_roundpipe.reporting.pictures``; what
     the command ``roundpipe`` prints, also as JSON; the form of saved profiles and traces.
 
     Options of the strategy: ``virtual_copies``, ``virtual_speeds``, ``compile_units``, ``cost_profile``,
@@ -39,6 +39,7 @@ from .devices.memory import DeviceOutOfMemoryError
 from .engine.gate import PipelineStalled
 from .engine.runner import UnitEscapeError
 from .integration.batches.reading import BatchSplitError
+from .integration.steps.whole_batch import whole_batch
 from .options import VirtualLink
 from .planning.plan import StageMemoryError
 from .reporting.timeline_callback import RoundPipeTimeline
@@ -57,6 +58,7 @@ __all__ = [
     "UnitEscapeError",
     "VirtualLink",
     "__version__",
+    "whole_batch",
 ]
 
 # LightningCLI hands the name or the path of a class on as text. The Trainer looks it up here, strategies in lower case.
