@@ -36,7 +36,7 @@ def info_nce(one: Tensor, other: Tensor, scale: Any = 5.0) -> Tensor:
 class Towers(L.LightningModule):
     """Two towers, a head behind the rows of the batch, and a temperature that is learned."""
 
-    def __init__(self, lr: float = 0.2) -> None:
+    def __init__(self, lr: float = 0.05) -> None:
         super().__init__()
         self.lr = lr
         with torch.random.fork_rng(devices=[]):
@@ -108,11 +108,11 @@ class Router(Towers):
         return F.mse_loss(self.text(hidden), y) + WIDTH * (fraction * probabilities.mean(0)).sum()
 
 
-class ByHand(Towers):
+class ByHand(CLIP):
     """Manual optimization: two backwards, the first of which retains the graph of both towers."""
 
     def __init__(self) -> None:
-        super().__init__(0.05)
+        super().__init__(0.02)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -133,6 +133,6 @@ FORMS: list[Callable[[], Towers]] = [SimCLR, CLIP, OwnRows, Heads, Router, ByHan
 
 @pytest.mark.parametrize("make", FORMS)
 def test_losses_over_the_whole_batch(make: Callable[[], Towers]) -> None:
-    _, ours = compare(make, batches(), batches((6, 9)), max_epochs=2)
+    _, ours = compare(make, batches(), batches((6, 9)), max_epochs=2, tolerances={"of_largest": 1e-5})
     assert set(ours.watch.num_microbatches) == {3}
     assert ours.watch.num_devices == {2}
