@@ -136,3 +136,40 @@ def test_losses_over_the_whole_batch(make: Callable[[], Towers]) -> None:
     _, ours = compare(make, batches(), batches((6, 9)), max_epochs=2, tolerances={"of_largest": 1e-5})
     assert set(ours.watch.num_microbatches) == {3}
     assert ours.watch.num_devices == {2}
+
+
+class WarmUp(CLIP):
+    """Begins to compare rows later: the step, which nothing is prepared for, is run again."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.trainer.global_step < 2:
+            return F.mse_loss(self.image(x), self.text(y))
+        return super().loss(x, y)
+
+
+class Leaves(CLIP):
+    """Weights that user code brings by itself, and a hook on what it gets."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        weight = self.head[0].weight  # type: ignore[index]
+        gathered = whole_batch(F.linear(self.image(x), weight) * self.scale)
+        gathered.register_hook(lambda gradient: gradient * 2)
+        gathered += 1.0
+        return info_nce(gathered, whole_batch(y * self.scale) @ weight)
+
+
+SETTINGS: dict[str, tuple[Callable[[], Towers], dict[str, Any]]] = {
+    "accumulated": (CLIP, {"accumulate_grad_batches": 2}),
+    "low precision": (CLIP, {"precision": "bf16-mixed", "max_epochs": 1, "tolerances": {"of_largest": 0.05}}),
+    "rounds": (SimCLR, {"ours": {"num_microbatches": 5, "options": {"round_size": 2}}}),
+    "some weigh nothing": (CLIP, {"ours": {"options": {"loss_weight": lambda part: float((part[0][:, 0] > 0.3).sum())}}}),
+    "late": (WarmUp, {}),
+    "other ways": (Leaves, {}),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_ways_to_train(case: str) -> None:
+    make, settings = SETTINGS[case]
+    _, ours = compare(make, batches(), **{"max_epochs": 2, "tolerances": {"of_largest": 1e-5}, **settings})
+    assert min(ours.watch.num_microbatches) > 1

@@ -71,7 +71,7 @@ def cause_of_loss(
             )
     return (
         f"the loss is a mean over something of which the two have {share:.3g} and {1 - share:.3g} parts",
-        _OWN_WEIGHT,
+        f"{_OWN_WEIGHT}; or, if it compares rows with each other, {_WHOLE_BATCH}",
     )
 
 
