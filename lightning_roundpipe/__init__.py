@@ -19,8 +19,9 @@ Stable:
     ``accelerator``, ``checkpoint_io``, ``precision_plugin``.
 
 Experimental:
-    ``VirtualLink``; ``whole_batch``; the packages ``lightning_roundpipe.planning`` and ``lightning_roundpipe.reporting.pictures``; what
-    the command ``roundpipe`` prints, also as JSON; the form of saved profiles and traces.
+    ``whole_batch``; ``VirtualLink``; the packages ``lightning_roundpipe.planning`` and
+    ``lightning_roundpipe.reporting.pictures``; what the command ``roundpipe`` prints, also as JSON; the form of saved
+    profiles and traces.
 
     Options of the strategy: ``virtual_copies``, ``virtual_speeds``, ``compile_units``, ``cost_profile``,
     ``stale_after_steps`` (and ``optimizer_overlap="stale"``), ``shard_optimizer``, ``reduce_dtype``, ``verify``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -160,9 +159,12 @@ class Leaves(CLIP):
 
 SETTINGS: dict[str, tuple[Callable[[], Towers], dict[str, Any]]] = {
     "accumulated": (CLIP, {"accumulate_grad_batches": 2}),
-    "low precision": (CLIP, {"precision": "bf16-mixed", "max_epochs": 1, "tolerances": {"of_largest": 0.05}}),
+    "low precision": (CLIP, {"precision": "bf16-mixed", "max_epochs": 1, "tolerances": {"of_largest": 0.15}}),
     "rounds": (SimCLR, {"ours": {"num_microbatches": 5, "options": {"round_size": 2}}}),
-    "some weigh nothing": (CLIP, {"ours": {"options": {"loss_weight": lambda part: float((part[0][:, 0] > 0.3).sum())}}}),
+    "some weigh nothing": (
+        CLIP,
+        {"ours": {"options": {"loss_weight": lambda part: float((part[0][:, 0] > 0.3).sum())}}},
+    ),
     "late": (WarmUp, {}),
     "other ways": (Leaves, {}),
 }

@@ -17,8 +17,8 @@ from .comparison import are_close
 
 _SHARE_ROUNDING = 1e-3
 _WHOLE_BATCH = (
-    "lightning_roundpipe.whole_batch(x) in the step gives it the rows of all micro-batches, so that the loss is that of "
-    "the batch and what makes the rows runs in micro-batches"
+    "lightning_roundpipe.whole_batch(x) in the step gives it the rows of all micro-batches, so that the loss is that "
+    "of the batch, and what makes the rows runs in micro-batches"
 )
 _OWN_WEIGHT = "RoundPipeStrategy(loss_weight=a function from a micro-batch to what it has of that)"
 # What of a tensor of the batch a mean may be over: in words, as an expression of it, and the count.

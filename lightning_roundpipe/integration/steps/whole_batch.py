@@ -29,7 +29,7 @@ from ...ranks.group import ALONE, RankGroup
 from ...usercode.lock import UserCodeState, current
 
 T = TypeVar("T")
-# The ranks of the step that runs, and whether this one has rows of its own: in the context that micro-batches take over.
+# The ranks of the step that runs, and whether this one has rows of its own; micro-batches take the context over.
 _ranks: ContextVar[tuple[RankGroup, bool]] = ContextVar("roundpipe_ranks", default=(ALONE, True))
 # What micro-batches bring: a tensor, and whether it has a gradient.
 _Brought = list[tuple[Tensor, bool]]
@@ -111,8 +111,8 @@ def _check_place(state: UserCodeState) -> None:
 def _check_rows(tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"whole_batch got a {type(tensor).__name__} ({tensor!r:.80}): it gathers tensors with a row per sample, and "
-            "nested containers of them"
+            f"whole_batch got a {type(tensor).__name__} ({tensor!r:.80}): it gathers tensors with a row per sample, "
+            "and nested containers of them"
         )
     if tensor.layout is not torch.strided or tensor.dim() == 0:
         what = "no dimension" if tensor.dim() == 0 else f"the layout {tensor.layout}"
@@ -129,7 +129,6 @@ class _Exchange:
     def __init__(self, group: RankGroup, has_rows: bool) -> None:
         self._group = group
         self._has_rows = has_rows
-        self._start = 0  # where the rows of this rank begin; of each tensor alike, or there is one per tensor
         self._sizes: list[list[int]] = []  # of each tensor, for each micro-batch
         self._starts: list[int] = []  # of each tensor, where the rows of this rank begin
 
@@ -164,7 +163,9 @@ class _Exchange:
             sums = [_total(column) for column in zip(*ranks, strict=True)]
         found: list[list[Tensor | None]] = [[] for _ in barrier.values]
         for total, sizes, start in zip(sums, self._sizes, self._starts, strict=True):
-            own = None if total is None or not self._has_rows else total[start : start + sum(sizes)].split(sizes)
+            own = None
+            if total is not None and self._has_rows:
+                own = torch.split(total[start : start + sum(sizes)], sizes)
             for index, gradients in enumerate(found):
                 gradients.append(None if own is None else own[index].clone())
         return found

@@ -87,10 +87,14 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[Any, Tensor], Any]]] = {
         r"those of micro-batch 0 are float32 of shape \(3, 4\), and those of micro-batch 2 float32 of shape \(2, 3\)",
         lambda m, z: whole_batch(F.pad(z, (0, len(z) - 2))),
     ),
-    "dtypes": (ValueError, "and those of micro-batch 2 float64", lambda m, z: whole_batch(z.double() if len(z) < 3 else z)),
+    "dtypes": (
+        ValueError,
+        "and those of micro-batch 2 float64",
+        lambda m, z: whole_batch(z.double() if len(z) < 3 else z),
+    ),
     "calls": (
         BarrierError,
-        "micro-batch 0 to whole_batch, micro-batch 2 to the end of the step. All must make the same calls of whole_batch",
+        "0 to whole_batch, micro-batch 2 to the end of the step. All must make the same calls of whole_batch",
         lambda m, z: z if len(z) < 3 else whole_batch(z),
     ),
     "unit": (RuntimeError, "called inside a unit.*call whole_batch in training_step", lambda m, z: m.head[1](z)),
