@@ -159,7 +159,7 @@ class Leaves(CLIP):
 
 SETTINGS: dict[str, tuple[Callable[[], Towers], dict[str, Any]]] = {
     "accumulated": (CLIP, {"accumulate_grad_batches": 2}),
-    "low precision": (CLIP, {"precision": "bf16-mixed", "max_epochs": 1, "tolerances": {"of_largest": 0.15}}),
+    "low precision": (Router, {"precision": "bf16-mixed", "max_epochs": 1, "tolerances": {"of_largest": 0.15}}),
     "rounds": (SimCLR, {"ours": {"num_microbatches": 5, "options": {"round_size": 2}}}),
     "some weigh nothing": (
         CLIP,

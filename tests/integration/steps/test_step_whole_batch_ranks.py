@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parity.test_parity_whole_batch import CLIP
+from tests.parity.batches.test_parity_whole_batch import CLIP
 from tests.support.forks import Forks
 from tests.support.parity import Watch, assert_alike, make_trainer, ready
 from tests.support.rank_runs.launch import place, values_of_ranks
