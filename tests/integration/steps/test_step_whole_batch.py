@@ -163,6 +163,15 @@ def test_a_proof_in_which_micro_batches_meet_gives_both_halves_the_same_numbers(
         assert set(fit(Comparing(gather), num_microbatches="auto").num_microbatches) == {4}
 
 
+def test_a_proof_in_which_micro_batches_meet_still_sees_what_differs() -> None:
+    def gather(module: Small, z: Tensor) -> Tensor:
+        whole_batch(z + torch.randn_like(z))
+        return z + torch.randn_like(z)
+
+    with pytest.warns(match="splitting the batch changes the loss"):
+        assert set(fit(Comparing(gather), num_microbatches="auto").num_microbatches) == {1}
+
+
 def test_steps_that_are_verified_say_that_they_meet() -> None:
     with pytest.warns(match="verify=1: training step 0 of epoch 0 is not compared .* meet in whole_batch"):
         fit(Comparing(), options={"verify": 1}, limit_train_batches=1)
