@@ -73,8 +73,8 @@ class Collective:
             or for the end of the step.
         tensors: of an exchange, on the host: what this micro-batch brings, see [Note: exchanges]. ``perform`` gives
             (tensors, whether they have gradients) for each micro-batch then.
-        backward: of an exchange: performed where the backward comes to it. The values are lists of gradients for what
-            the micro-batches got, None for none; gives those for what they have brought, for each.
+        backward: of an exchange: performed where the backward comes to it. The values are the gradients for what the
+            micro-batches got, by its index; gives those for what they have brought, for each, None for none.
     """
 
     name: str

@@ -219,7 +219,6 @@ class MicrobatchThread(Microbatch):
             results[i] = leave_graph(exchange, i, self._context.anchor, [results[i]])
         if flagged:
             self._exchanges.append((exchange, collective))
-        collective.value = len(results)
         self.state.has_cuts = self.state.has_cuts or bool(flagged)
         return results
 
@@ -228,8 +227,7 @@ class MicrobatchThread(Microbatch):
         comes in the segment after it."""
         held = list(self._calls)  # by nothing else, where their gradients have come already
         assert collective.backward is not None
-        gradients = [exchange.gradients.get(i) for i in range(collective.value)]
-        name, key = f"the backward of {collective.name}", ("backward", collective.key)
+        name, key, gradients = f"the backward of {collective.name}", ("backward", collective.key), exchange.gradients
         found = self._stop_at(Collective(name, key, collective.backward, gradients, takes_gradients=False))[self.index]
         self._lock.release(self.state)
         self.state.call_unit = self._replay

@@ -96,6 +96,7 @@ class Retry:
     Args:
         num_microbatches: how many a batch is split into at first.
         is_auto: whether the number may be raised again and again.
+        pool: the devices.
         forget: called with the kind of step before such a step is run again: what was planned for it is void.
         costs: of the calls of a kind of step, as far as they are known.
         is_trial: whether Lightning is trying a batch size at the moment.

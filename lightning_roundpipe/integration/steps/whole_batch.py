@@ -157,7 +157,7 @@ class _Exchange:
 
     def backward(self, barrier: Barrier) -> list[list[Tensor | None]]:
         """For each micro-batch the gradients of its own rows of each tensor."""
-        sums = [_total(column) for column in zip(*barrier.values, strict=True)]
+        sums = [_total([found.get(i) for found in barrier.values]) for i in range(len(self._sizes))]
         if self._group is not ALONE:
             ranks = self._group.gather(sums, "gradients of whole_batch")
             sums = [_total(column) for column in zip(*ranks, strict=True)]

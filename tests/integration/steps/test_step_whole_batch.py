@@ -121,15 +121,17 @@ def test_what_is_refused(case: str) -> None:
         fit(module, options={"check_split": "off"}, limit_train_batches=1)
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("place", ["before", "after", "backward"])
 def test_an_error_of_one_micro_batch_ends_the_others(place: str) -> None:
+    def fail(*args: Any) -> None:
+        raise ArithmeticError("of one micro-batch")
+
     def gather(module: Small, z: Tensor) -> Tensor:
+        rows = len(z)
         if place == "after":
-            z, rows = whole_batch(z), len(z)
-        else:
-            rows = len(z)
+            z = whole_batch(z)
         if rows < 3:
-            raise ArithmeticError("of one micro-batch")
+            z.register_hook(fail) if place == "backward" else fail()
         return z if place == "after" else whole_batch(z)
 
     with pytest.raises(ArithmeticError, match="of one micro-batch"):
