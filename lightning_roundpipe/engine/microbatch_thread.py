@@ -193,8 +193,9 @@ class MicrobatchThread(Microbatch):
         if collective.backward is not None:
             return self._exchange(collective)
         weighted = [self._root(loss, weight) for loss, weight in roots if weight != 0.0]
-        if weighted or (roots and self._exchanges):
-            roots.clear()
+        takes_part = bool(weighted) or (bool(roots) and bool(self._exchanges))
+        roots.clear()
+        if takes_part:
             self._lock.release(self.state)
             self.backward(weighted, retain_graph=retain_graph)
         return self._stop_at(collective)
