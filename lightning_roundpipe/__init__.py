@@ -19,8 +19,9 @@ Stable:
     ``accelerator``, ``checkpoint_io``, ``precision_plugin``.
 
 Experimental:
-    ``VirtualLink``; the packages ``lightning_roundpipe.planning`` and ``lightning_roundpipe.reporting.pictures``; what
-    the command ``roundpipe`` prints, also as JSON; the form of saved profiles and traces.
+    ``whole_batch``; ``VirtualLink``; the packages ``lightning_roundpipe.planning`` and
+    ``lightning_roundpipe.reporting.pictures``; what the command ``roundpipe`` prints, also as JSON; the form of saved
+    profiles and traces.
 
     Options of the strategy: ``virtual_copies``, ``virtual_speeds``, ``compile_units``, ``cost_profile``,
     ``stale_after_steps`` (and ``optimizer_overlap="stale"``), ``shard_optimizer``, ``reduce_dtype``, ``verify``.
@@ -37,6 +38,7 @@ from .engine.gate import PipelineStalled
 from .engine.runner import UnitEscapeError
 from .integration.batches.reading import BatchSplitError
 from .integration.checks import refuse_fabric
+from .integration.steps.whole_batch import whole_batch
 from .lightning_packages import of_each
 from .options import VirtualLink
 from .planning.plan import StageMemoryError
@@ -56,6 +58,7 @@ __all__ = [
     "UnitEscapeError",
     "VirtualLink",
     "__version__",
+    "whole_batch",
 ]
 
 # LightningCLI hands the name or the path of a class on as text. The Trainer looks it up here, strategies in lower case.

@@ -278,7 +278,6 @@ class Call:
         self.versions = self.versions or versions
         self.kept = False
         self.local = None
-        self.gradients = {}
         self.input_gradients = ()
         self.backward_stage = None
         if self.ran is not None:

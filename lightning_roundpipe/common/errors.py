@@ -8,3 +8,13 @@ class StepAborted(BaseException):
 
     A ``BaseException`` so that ``except Exception`` in user code does not swallow it.
     """
+
+
+class UnpreparedError(RuntimeError):
+    """A step has done something for which nothing was prepared, and has to be run again: from now on it is.
+
+    Attributes:
+        remedy: what helps where it cannot be run again.
+    """
+
+    remedy = ""

@@ -105,12 +105,6 @@ class DevicePool:
         return [device for device in self.devices if device.lost is not None]
 
     @property
-    def can_fail(self) -> bool:
-        """Whether a step may fail for no fault of the user: memory may run out, or a device that is not the host itself
-        may be lost."""
-        return any(not device.aliases_host or device.memory.limit is not None for device in self.devices)
-
-    @property
     def owners(self) -> dict[torch.device, Device]:
         """GPU -> its device, where it has only one."""
         return {d.torch_device: d for d in self.devices if not d.is_shared and not d.aliases_host}

@@ -11,6 +11,21 @@ barrier, so that it does not come between a forward and its backward.
 
 A call may come with a closure (``optimizer.step(closure)``): then each call of it is made by all micro-batches, as
 further segments, while the barrier is held.
+
+[Note: exchanges]
+In an *exchange* every micro-batch brings tensors, and gets others that are made of those of all. So gradients meet as
+well: the backward of a micro-batch stops where it comes to the exchange, and goes on when all have come there::
+
+    micro-batch 0    units --> z0 --+          +--> units, loss 0      loss 0 --> dz --+         +--> dz0 --> units
+                                    | exchange |                                       | added up|
+    micro-batch 1    units --> z1 --+          +--> units, loss 1      loss 1 --> dz --+         +--> dz1 --> units
+
+To a micro-batch it is a call like that of a unit: it ends the graph before it, its results are cut, and its turn in the
+backward is between those of the calls before and after it. All micro-batches come to it, also one whose loss is None or
+weighs nothing: the losses of others depend on its rows.
+
+A step has to be prepared for calls whose backward comes in a later segment. That it exchanges anything shows where its
+first micro-batch is recorded; if later ones begin to do it, the step is run again.
 """
 
 from __future__ import annotations
@@ -24,7 +39,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..common.errors import StepAborted
+from ..common.errors import StepAborted, UnpreparedError
 from ..common.threads import InterruptibleEvent
 from ..usercode.lock import current
 
@@ -34,6 +49,12 @@ _RECHECK_S = 2.0
 
 class BarrierError(RuntimeError):
     """The micro-batches of one batch do not make the same calls."""
+
+
+class LateBarrierError(UnpreparedError):
+    """Micro-batches meet in a step of a kind that had no barriers so far. From now on it is prepared for them."""
+
+    remedy = "call it in the first step as well"
 
 
 @dataclass(eq=False)
@@ -48,6 +69,12 @@ class Collective:
         value: of this micro-batch.
         closure: see [Note: barriers].
         is_deferred: whether the micro-batches go on without waiting for it.
+        takes_gradients: whether those that have come are for this call; else they wait for the next one that takes any,
+            or for the end of the step.
+        tensors: of an exchange, on the host: what this micro-batch brings, see [Note: exchanges]. ``perform`` gives
+            (tensors, whether they have gradients) for each micro-batch then.
+        backward: of an exchange: performed where the backward comes to it. The values are the gradients for what the
+            micro-batches got, by its index; gives those for what they have brought, for each, None for none.
     """
 
     name: str
@@ -56,6 +83,9 @@ class Collective:
     value: Any = None
     closure: Callable[[], Any] | None = None
     is_deferred: bool = False
+    takes_gradients: bool = True
+    tensors: Sequence[Tensor] = ()
+    backward: Callable[[Barrier], Sequence[Sequence[Tensor | None]]] | None = None
 
 
 @dataclass
@@ -190,10 +220,10 @@ def agreed(attendances: Sequence[Attendance]) -> tuple[list[list[Collective]], l
         if way != ways[0]:
             here, there = (_names(deferred[i], arrivals[i]) for i in (0, index))
             raise BarrierError(
-                f"the micro-batches of one batch have gone different ways in training_step: micro-batch 0 to {here}, "
-                f"micro-batch {index} to {there}. With manual optimization all must make the same calls of "
-                "manual_backward, optimizers and schedulers: do not let them depend on the data, or use "
-                "RoundPipeStrategy(num_microbatches=1)."
+                f"the micro-batches of one batch have gone different ways in their step: micro-batch 0 to {here}, "
+                f"micro-batch {index} to {there}. All must make the same calls of whole_batch, and with manual "
+                "optimization of manual_backward, optimizers and schedulers: do not let them depend on the data, or "
+                "use RoundPipeStrategy(num_microbatches=1)."
             )
     for attendance in attendances:
         attendance.deferred = []
@@ -202,7 +232,7 @@ def agreed(attendances: Sequence[Attendance]) -> tuple[list[list[Collective]], l
 
 
 def _names(deferred: list[Collective], arrival: Collective | None) -> str:
-    names = [*(one.name for one in deferred), "the end of training_step" if arrival is None else arrival.name]
+    names = [*(one.name for one in deferred), "the end of the step" if arrival is None else arrival.name]
     return ", then ".join(names)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Resources:
         switches: flags and hooks that turned out to be there for a while only, see :class:`UserCodeLock`.
         draws_foreign: see :class:`UserGenerators`.
         by_user: what the user has compiled.
+        meeting: keys of training steps in which micro-batches meet.
         times_steps: whether the runs of all steps are timed, not only those that costs are measured from.
     """
 
@@ -54,6 +56,7 @@ class Resources:
     switches: set[tuple[int, Any]] = field(default_factory=set)
     draws_foreign: threading.Event = field(default_factory=threading.Event)
     by_user: CompiledByUser = field(default_factory=CompiledByUser)
+    meeting: set[Hashable] = field(default_factory=set)
     times_steps: bool = False
 
 
@@ -99,6 +102,12 @@ class StepContext:
     loose_parameters: LooseParameters
     surroundings: Surroundings
     failure: Failure
+
+    @property
+    def meets(self) -> bool:
+        """Whether it is prepared for barriers between a forward and its backward: calls save their inputs, whether
+        their graphs are kept or not."""
+        return self.request.meets or self.request.key in self.resources.meeting
 
 
 @dataclass

@@ -22,6 +22,7 @@ from ..autograd.undo import Buffers, buffers_of, put_back, written_buffers
 from ..autograd.unit_backward import add_changed, enter
 from ..autograd.unit_context import UnitContext
 from ..autograd.unit_run import UnitResult, drop_graph, run_unit, without_weights
+from ..common.errors import UnpreparedError
 from ..common.fingerprints import version_of
 from ..common.graphs import graph_bytes
 from ..common.sizes import num_bytes_of
@@ -35,9 +36,13 @@ from ..weights.parameters import Replica
 _MAX_FACTS = 64
 
 
-class LateWriteError(RuntimeError):
-    """A unit has written a buffer that its calls so far did not write, for which nothing was prepared: the step has to
-    be run again. From then on the unit is known to write it."""
+class LateWriteError(UnpreparedError):
+    """A unit has written a buffer that its calls so far did not write. From then on it is known to write it."""
+
+    remedy = (
+        "write the buffer in the first step as well, or keep what decides about it as an attribute of the module (a "
+        "bool), which is noticed in time"
+    )
 
 
 @dataclass(slots=True)

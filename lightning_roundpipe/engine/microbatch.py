@@ -42,7 +42,7 @@ from ..planning.partition import StageKind
 from ..planning.schedule import Action
 from ..usercode.implicit_transfers import put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeState
-from ..usercode.loose_gradients import LooseGradients, node_of
+from ..usercode.loose_gradients import LooseGradients
 from ..usercode.places import UserCodePlace
 from ..weights.gradients import LOOSE
 from ..weights.parameters import Replica
@@ -92,7 +92,7 @@ class Microbatch:
         anchor, weights = torch.zeros((), requires_grad=True), self._replicas.weights
         compiler = None if request.is_trial else resources.compiler
         self._context = UnitContext(
-            state, step.lock, anchor, self._activations, weights, request.meets, compiler, InsideUnit(state)
+            state, step.lock, anchor, self._activations, weights, step.meets, compiler, InsideUnit(state)
         )
         self._has_lane = False  # in a backward that runs user code
         self.begin_segment(schedule_index, segment)
@@ -284,26 +284,30 @@ class Microbatch:
 
     # --- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
-        """From the loss to the parameters; called without the user-code lock.
+    def _begin_backward(self, nodes: list[Any]) -> None:
+        """The forward of this segment has ended, also for calls at the end that this micro-batch has skipped.
 
         Args:
-            roots: tensors and their gradients; emptied, so that the graph of the loss dies when it has been walked.
-            retain_graph: whether it may be walked again, in another segment.
+            nodes: of autograd, from which user code is going to be walked.
         """
-        # The forward has ended, also for calls at the end that this micro-batch has skipped.
         self._gate.pass_position(self.schedule_index, _ALL_POSITIONS)
         stages = self._segment.plan.partition.stages
         fused = next((stage.index for stage in stages if stage.kind is StageKind.FUSED), len(stages) - 1)
         if fused > self._stage:
             self._move_to(fused, [], "")
         self.record.has_backward = True
-        if self._loose.look_up([*(node_of(root) for root, _ in roots), *self.user_code_nodes()]):
+        if self._loose.look_up(nodes):
             self.state.on_late_code()
-        self._backward_of_user_code(roots)
+
+    def _backward_of_calls(self, first: int, retain_graph: bool) -> None:
+        """From the last call that there is to the one with the index ``first``; nothing waits in user code then.
+
+        Args:
+            retain_graph: whether their graphs may be walked again, in another segment.
+        """
         kept: list[Call] = []
         try:
-            while self._calls:
+            while self._calls and self._calls[-1].index >= first:
                 call, stays = self._calls.pop(), False
                 try:
                     stays = self._backward_of_call(call, retain_graph)
@@ -367,7 +371,9 @@ class Microbatch:
             for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):
                 if arrived is not None:
                     self.pending.deliver(receiver, arrived)
-        return self._step.request.meets and (retain_graph or not call.gradients)
+        stays = self._step.meets and (retain_graph or not call.gradients)
+        call.gradients = {} if stays else call.gradients
+        return stays
 
     def _compute_backward(self, call: Call) -> None:
         """Gradients, recompute, backward: on the device where the micro-batch is."""
@@ -408,8 +414,3 @@ class Microbatch:
         still = set(map(id, coming))
         self._activations.drop([x for x in call.needed_in_backward() if id(x) not in still])
         return coming
-
-    def user_code_nodes(self) -> list[Any]:
-        """Autograd nodes of user code that produced the inputs of calls."""
-        edges = [receiver.edge for call in self._calls for receiver in call.receivers]
-        return [edge.node for edge in edges if edge is not None]

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..autograd.escape import check_escape
-from ..autograd.recompute import Call, versions_of
+from ..autograd.recompute import Call, Receiver, leave_graph, versions_of
 from ..autograd.unit_run import UnitResult
 from ..common import trees
 from ..common.threads import Worker
@@ -27,9 +27,10 @@ from ..devices.device import Device, Run
 from ..planning.schedule import Action
 from ..usercode.implicit_transfers import ImplicitTransfers, put_on_mode, take_off_mode
 from ..usercode.lock import UserCodeState, entered
+from ..usercode.loose_gradients import node_of
 from ..usercode.outputs import Results
 from ..weights.units import Unit
-from .barrier import Collective, closure_end
+from .barrier import Collective, LateBarrierError, closure_end
 from .context import SegmentContext, StepContext
 from .execution import run_replayed
 from .microbatch import Microbatch
@@ -45,10 +46,10 @@ class MicrobatchThread(Microbatch):
 
     def __init__(self, state: UserCodeState, step: StepContext, schedule_index: int, segment: SegmentContext) -> None:
         self._carried: list[weakref.ref[Call]] = []
+        self._exchanges: list[tuple[Call, Collective]] = []  # whose backward may come, in order
         super().__init__(state, step, schedule_index, segment)
         self.output: Any = None
-        if step.request.meets:
-            state.meet = self._meet
+        state.meet = self._meet
 
     def begin(self, worker: Worker) -> None:
         """Lets ``worker`` run the micro-batch, in a copy of the caller's context, and say so when nothing of it is left
@@ -66,7 +67,7 @@ class MicrobatchThread(Microbatch):
                     self._send_weights_ahead()
                     self._lock.acquire(self.state)
                     results, roots = self._run_user_code()
-                    if roots:
+                    if roots or (self._exchanges and self._step.request.loss_of is not None):
                         self._lock.release(self.state)
                         with surroundings.in_backward():
                             self.backward(roots)
@@ -118,7 +119,7 @@ class MicrobatchThread(Microbatch):
                 "or was detached on the way, as what an attribute of the module holds is when a step ends"
             )
         if self._is_recording:
-            check_escape([loss.grad_fn, *self.user_code_nodes()], self._replicas.leaf_names())
+            check_escape([loss.grad_fn, *self._user_code_nodes()], self._replicas.leaf_names())
         return loss, torch.ones_like(loss).mul_(weight)  # in float16 maybe infinite: torch 2.6 cannot fill with that
 
     def _replay(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,11 +151,30 @@ class MicrobatchThread(Microbatch):
         self.record.runs.append(Run(self.device, "F", call.unit.name, begun, ended, self._stage))
         return result
 
+    def _user_code_nodes(self) -> list[Any]:
+        """Autograd nodes of user code that produced the inputs of calls, and of exchanges."""
+        calls = [*self._calls, *(exchange for exchange, _ in self._exchanges)]
+        edges = [receiver.edge for call in calls for receiver in call.receivers]
+        return [edge.node for edge in edges if edge is not None]
+
     def backward(self, roots: list[tuple[Tensor, Tensor]], *, retain_graph: bool = False) -> None:
+        """From the loss to the parameters, by way of exchanges; called without the user-code lock.
+
+        Args:
+            roots: tensors and their gradients; emptied, so that the graph of the loss dies when it has been walked.
+            retain_graph: whether it may be walked again, in another segment.
+        """
         self.state.call_unit = self._replay  # what user code calls from now on, it has called before
         take_off_mode(self.state)
         try:
-            super().backward(roots, retain_graph=retain_graph)
+            self._calls[:0] = self._living()
+            self._begin_backward([*(node_of(root) for root, _ in roots), *self._user_code_nodes()])
+            if roots:
+                self._backward_of_user_code(roots)
+            for exchange, collective in self._exchanges[::-1]:
+                self._backward_of_calls(exchange.index, retain_graph)
+                self._backward_of_exchange(exchange, collective, retain_graph)
+            self._backward_of_calls(0, retain_graph)
         finally:
             put_on_mode(self.state)
 
@@ -170,13 +190,58 @@ class MicrobatchThread(Microbatch):
         if collective.is_deferred:
             self.attendance.deferred.append(collective)
             return None
+        if collective.backward is not None:
+            return self._exchange(collective)
         weighted = [self._root(loss, weight) for loss, weight in roots if weight != 0.0]
+        takes_part = bool(weighted) or (bool(roots) and bool(self._exchanges))
         roots.clear()
-        if weighted:
+        if takes_part:
             self._lock.release(self.state)
-            self._calls[:0] = self._living()
             self.backward(weighted, retain_graph=retain_graph)
         return self._stop_at(collective)
+
+    def _exchange(self, collective: Collective) -> list[Tensor]:
+        """Brings tensors to an exchange, and gives those that this micro-batch gets: see [Note: exchanges]."""
+        if self._training and not self._step.meets:
+            self._step.resources.meeting.add(self._step.request.key)
+            if not self._is_recording:
+                raise LateBarrierError(f"{collective.name} is called in a step of a kind that did not call it so far")
+            self._context.saves_kept = True
+        exchange = Call(Unit(collective.name, nn.Module(), -1), len(self._called), (), self.pending)
+        is_tracked = torch.is_grad_enabled()
+        exchange.receivers = [Receiver(x) for x in collective.tensors if is_tracked and x.requires_grad]
+        exchange.differentiable = [i for i, x in enumerate(collective.tensors) if is_tracked and x.requires_grad]
+        collective.value = [(x.detach(), is_tracked and x.requires_grad) for x in collective.tensors]
+        collective.tensors = ()
+        brought = self._stop_at(collective)[self.index]
+        results = [tensor.clone() for tensor, _ in brought]
+        flagged = [i for i, (_, has_gradient) in enumerate(brought) if is_tracked and has_gradient]
+        for i in flagged:
+            results[i] = leave_graph(exchange, i, self._context.anchor, [results[i]])
+        if flagged:
+            self._exchanges.append((exchange, collective))
+        self.state.has_cuts = self.state.has_cuts or bool(flagged)
+        return results
+
+    def _backward_of_exchange(self, exchange: Call, collective: Collective, retain_graph: bool) -> None:
+        """Brings the gradients of an exchange to where those of all micro-batches meet; what is left of the backward
+        comes in the segment after it."""
+        held = list(self._calls)  # by nothing else, where their gradients have come already
+        assert collective.backward is not None
+        name, key, gradients = f"the backward of {collective.name}", ("backward", collective.key), exchange.gradients
+        found = self._stop_at(Collective(name, key, collective.backward, gradients, takes_gradients=False))[self.index]
+        self._lock.release(self.state)
+        self.state.call_unit = self._replay
+        self._calls[:0] = self._living()
+        held.clear()
+        self._begin_backward(self._user_code_nodes())
+        for receiver, i in zip(exchange.receivers, exchange.differentiable, strict=True):
+            if found[i] is not None:
+                self.pending.deliver(receiver, found[i])
+        exchange.gradients = {}
+        if not retain_graph and any(gradient is not None for gradient in found):
+            exchange.forget()
+            self._exchanges.remove((exchange, collective))
 
     def _stop_at(self, arrival: Collective) -> Any:
         """Waits at a barrier, without the user-code lock; with it, does then what :meth:`resume` was given."""
@@ -237,6 +302,9 @@ class MicrobatchThread(Microbatch):
         for call in (*self._calls, *self._living()):
             self._forget(call)
         self._calls.clear()
+        for exchange, _ in self._exchanges:
+            exchange.forget()
+        self._exchanges.clear()
         self.pending.clear()
         self._loose.clear()
         self._books.wait_with(self.device, 0)

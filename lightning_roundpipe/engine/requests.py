@@ -72,6 +72,7 @@ class StepResult:
             the first step with a key its micro-batch 0 is number 1 everywhere else, because number 0 was recorded.
         partition: the stages it was run in, or, if the step only recorded, those of the next step.
         num_microbatches: how many there were.
+        has_met: whether they have met, see [Note: barriers] in :mod:`barrier`.
         num_off_plan: unit calls that the plan did not foresee.
         step_ms: wall-clock time of the step, without the planning of the next one.
         bytes_up, bytes_down: per device, bytes that were copied to it and from it: weights, buffers, gradients, and
@@ -88,6 +89,7 @@ class StepResult:
     schedule: Schedule | None = None
     partition: Partition | None = None
     num_microbatches: int = 0
+    has_met: bool = False
     num_off_plan: int = 0
     step_ms: float = 0.0
     bytes_up: tuple[int, ...] = ()

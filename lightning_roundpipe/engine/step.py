@@ -54,7 +54,7 @@ class Step:
         self._lock = UserCodeLock(*shared) if trace is None else TracedUserCodeLock(trace, *shared)
         count, autocast_device = len(request.microbatches), request.autocast_device
         seeds = [derive_seed(request.seed, 0 if request.is_trial else index) for index in range(count)]
-        self._states = [UserCodeState(i, seed, autocast_device) for i, seed in enumerate(seeds)]
+        self._states = [UserCodeState(i, seed, count == 1, autocast_device) for i, seed in enumerate(seeds)]
         for state in self._states:
             state.on_module_hook = resources.replicas.note_hook
             state.on_late_code = resources.backward_runs_user_code.set
@@ -157,8 +157,9 @@ class Step:
     def _run_segments(self, is_end: Callable[[Collective | None], bool]) -> list[Any]:
         """Lets the micro-batches run, and meet, until they have come to an end; the values that they bring there."""
         while True:
-            self._gradients = self._run_segment()
+            self._run_segment()
             deferred, present = agreed([self._threads[state.index].attendance for state in self._states])
+            self._end_segment(present)
             for collectives in deferred:
                 self._hold(collectives, {})
             if is_end(None if present is None else present[0]):
@@ -173,6 +174,20 @@ class Step:
             else:
                 self._outcomes = [returning(result)] * len(self._states)
             self._place.passed(present[0])
+
+    def _end_segment(self, present: list[Collective] | None) -> None:
+        """The micro-batches have come to a barrier, or (None) to their end: gradients that have come home are taken,
+        unless they wait for more."""
+        if present is None and self._request.reduction is not None:
+            self._gradients = self._request.reduction.finish(self._shared.gradients)
+        elif present is None or present[0].takes_gradients:
+            self._gradients = self._shared.gradients.take()  # by the caller, with its intra-op threads
+        else:
+            self._gradients = {}
+            self._shared.gradients.settle()
+        if present is not None:
+            self._result.has_met = True
+            self._resources.replicas.end_step()
 
     def _hold(self, collectives: list[Collective], gradients: dict[nn.Parameter, Tensor]) -> Any:
         """Makes a call that all micro-batches have come for."""
@@ -195,8 +210,8 @@ class Step:
             values = [collective.value for collective in collectives]
             return first.perform(Barrier(values, gradients, call_closures))
 
-    def _run_segment(self) -> dict[nn.Parameter, Tensor]:
-        """One segment of all micro-batches, from the plan for it to the gradients that have come home."""
+    def _run_segment(self) -> None:
+        """One segment of all micro-batches, by the plan for it, which may be made on the way."""
         resources, request, key = self._resources, self._request, self._place.key
         plans = resources.plans
         resources.replicas.weights.begin_step(request.key, training=request.training, helper=self._adder)
@@ -212,7 +227,7 @@ class Step:
                     recorded = self._record(*recording)
                 places = [place for _, _, held_by in watch.changed for place in held_by]
                 self._table.filled_by_users.update(dict.fromkeys(places))
-                training = recorded.has_backward if request.meets else request.training and not request.is_trial
+                training = recorded.has_backward if self._shared.meets else request.training and not request.is_trial
                 plan, first = plans.record(key, recorded, count, training), 1
             schedule, records = None, []
             if first < count:
@@ -220,17 +235,10 @@ class Step:
                 records = self._run_schedule(plan, schedule, range(first, count))
             self._shared.loose_parameters.send_sums()
             resources.replicas.coming_buffers.arrive()
-        if request.reduction is None:
-            gradients = self._shared.gradients.take()  # by the caller, with its intra-op threads
-        else:
-            gradients = request.reduction.finish(self._shared.gradients)
         self._note_segment(plan, schedule, records)
         started = perf_counter()
         self._result.replanned |= plans.note_step(key, records, count)
         self._planning_s += perf_counter() - started
-        if request.meets:
-            resources.replicas.end_step()
-        return gradients
 
     def _record(self, plan: Plan, schedule: Schedule) -> SegmentRecord:
         """Lets the first micro-batch run alone, on the first device."""
@@ -271,7 +279,8 @@ class Step:
             shared.gradients,
             is_recording=plan.recording,
         )
-        if self._request.reduction is not None and not plan.recording:
+        # What has come in one segment may not be all of it.
+        if self._request.reduction is not None and not (plan.recording or self._shared.meets):
             shared.gradients.foresee(loader.foreseen())
             self._request.reduction.begin(shared.gradients, self._failure.note)
         end_stage_run = functools.partial(_end_stage_run, shared.loose_parameters, loader, resources.pool)

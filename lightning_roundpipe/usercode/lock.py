@@ -65,6 +65,7 @@ class UserCodeState:
 
     index: int
     seed: int  # of the micro-batch in this step
+    is_alone: bool = True  # whether it is the only one of the step
     autocast_device: str = "cpu"  # device type of autocast, that of the GPUs if there are any
     overlay: Attributes = field(default_factory=dict)  # its values of attributes, valid while another one has the lock
     copies: Copies = field(default_factory=Copies)  # the lists and dicts of its own

@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from tests.parity.batches.test_parity_whole_batch import CLIP, ByHand, OwnRows, Towers
+from tests.parity.batches.test_parity_whole_batch import batches as pairs
 from tests.support.huggingface import Task, batches, causal, text
 from tests.support.parity import assert_alike, compare, make_loader, make_trainer, ready
 from tests.support.small import CLASSES, Small
@@ -150,3 +152,8 @@ def test_generates_what_plain_lightning_does(name: str, sim: ModuleType) -> None
 def test_step_trains_on_what_it_has_generated(sim: ModuleType) -> None:
     compare(lambda: FromItself("Llama"), batches(text), ours=GPUS, seed=5)
     assert sim.stats()["races"] == 0
+
+
+@pytest.mark.parametrize("make", [CLIP, OwnRows, ByHand])
+def test_rows_of_all_micro_batches_meet_on_the_gpu_of_each(make: Callable[[], Towers]) -> None:
+    compare(make, pairs(), pairs((6, 9)), max_epochs=2, ours=GPUS, tolerances={"of_largest": 1e-5})

@@ -89,12 +89,6 @@ def test_caches_are_emptied_as_far_as_a_lost_gpu_lets_them(
         driver.empty_cache()
 
 
-@pytest.mark.parametrize(("copies", "expected"), [(False, False), (True, True)])
-def test_only_devices_with_memory_of_their_own_can_be_lost(copies: bool, expected: bool) -> None:
-    assert cpu_pool(2, copies=copies).can_fail is expected
-    assert cpu_pool(2, memory_limit=1).can_fail
-
-
 def test_a_pool_finds_a_lost_device() -> None:
     pool = cpu_pool(3)
     assert pool.find_lost() == []

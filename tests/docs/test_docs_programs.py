@@ -26,6 +26,7 @@ SMALLER = {
     "docs/how-to/checkpoints.md": {},
     "docs/how-to/memory.md": {},
     "docs/how-to/packing.md": {},
+    "docs/how-to/whole-batch-losses.md": {},
 }
 WRITES = {
     "README.md": ["adapter/adapter_model.safetensors"],

@@ -300,7 +300,7 @@ def test_different_ways_are_an_error() -> None:
 
     with pytest.raises(BarrierError, match=r"0 to manual_backward, micro-batch 1 to zero_grad, then manual_backward"):
         run(engine, step)
-    with pytest.raises(BarrierError, match=r"0 to manual_backward, micro-batch 1 to the end of training_step"):
+    with pytest.raises(BarrierError, match=r"0 to manual_backward, micro-batch 1 to the end of the step"):
         run(engine, lambda numbered: step((2 * numbered[0], numbered[1])), count=2)
     assert run(engine, lambda numbered: numbered[0]).outputs == [0, 1, 2]
 

@@ -108,7 +108,7 @@ def causal_tokens(microbatch: dict[str, Tensor]) -> float:
     "Library",
     "transformers Mixtral, Qwen3-MoE (auxiliary losses)",
     "differs",
-    "The loss sees a micro-batch: `num_microbatches=1` takes the whole batch.",
+    "The loss sees a micro-batch: use `whole_batch`, or `num_microbatches=1`.",
 )
 @pytest.mark.ways("lazy")
 def test_mixture_of_experts_with_auxiliary_loss(name: str, devices: int, num_microbatches: int) -> None:

@@ -16,6 +16,10 @@ from ..steps.modules import ModuleScan
 from .comparison import are_close
 
 _SHARE_ROUNDING = 1e-3
+_WHOLE_BATCH = (
+    "lightning_roundpipe.whole_batch(x) in the step gives it the rows of all micro-batches, so that the loss is that "
+    "of the batch, and what makes the rows runs in micro-batches"
+)
 _OWN_WEIGHT = "RoundPipeStrategy(loss_weight=a function from a micro-batch to what it has of that)"
 # What of a tensor of the batch a mean may be over: in words, as an expression of it, and the count.
 _COUNTS: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
@@ -46,7 +50,7 @@ def cause_of_loss(
     if square and square == sum(batches.sizes):
         return (
             f"the loss compares all rows with each other (it classifies {square} rows into {square} classes)",
-            "",
+            _WHOLE_BATCH,
         )
     if are_close(whole, math.fsum(parts), rounding):
         return "the loss is a sum over rows", "RoundPipeStrategy(loss_weight='sum')"
@@ -54,7 +58,7 @@ def cause_of_loss(
         return "the loss is a mean over something that one of them has nothing of", _OWN_WEIGHT
     share = _share(whole, parts)
     if share is None:
-        return "the loss depends on all rows together", ""
+        return "the loss depends on all rows together", _WHOLE_BATCH
     exactness = max(_SHARE_ROUNDING, 4 * rounding * abs(whole) / max(abs(parts[0] - parts[1]), 1e-12))
     for what, expression, counts in _counts_in(batches.microbatches):
         if sum(counts) <= 0 or are_close(counts[0] / sum(counts), batches.weights[0], rounding):
@@ -67,7 +71,7 @@ def cause_of_loss(
             )
     return (
         f"the loss is a mean over something of which the two have {share:.3g} and {1 - share:.3g} parts",
-        _OWN_WEIGHT,
+        f"{_OWN_WEIGHT}; or, if it compares rows with each other, {_WHOLE_BATCH}",
     )
 
 

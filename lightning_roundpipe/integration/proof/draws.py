@@ -61,25 +61,24 @@ class Draws:
         self.seed = seed
         self._sizes = tuple(sizes)
         self._made: list[_Draw] = []
-        self._index = 0
-        self._part: int | None = None
+        self._num_drawn: dict[int | None, int] = {}
         self.are_lost = False
 
     def begin(self, part: int | None) -> None:
-        """The micro-batch of all rows (None) begins, or that of a part, after it."""
-        self._index, self._part = 0, part
+        """The micro-batch of all rows (None) begins, or that of a part, after it; parts may take turns."""
+        self._num_drawn[part] = 0
         if part is None:
             self._made.clear()
 
-    def end(self) -> None:
+    def end(self, part: int | None) -> None:
         """The micro-batch has ended."""
-        self.are_lost |= self._index != len(self._made)
+        self.are_lost |= self._num_drawn[part] != len(self._made)
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, part: int | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a random operator."""
-        shape, index = _shape_of(func, args, kwargs), self._index
-        self._index += 1
-        if self._part is None:
+        shape, index = _shape_of(func, args, kwargs), self._num_drawn[part]
+        self._num_drawn[part] += 1
+        if part is None:
             rows = shape[0] if shape else 0
             draw = _Draw(func, shape, is_by_rows=rows > 0 and rows % sum(self._sizes) == 0)
             self._made.append(draw)
@@ -88,8 +87,8 @@ class Draws:
         if made is not None and made.func is func and made.shape[1:] == shape[1:]:
             if shape == made.shape:
                 return self._drawn_whole(made, index, args, kwargs)
-            if made.is_by_rows and shape[0] * sum(self._sizes) == made.shape[0] * self._sizes[self._part]:
-                return _seeded(func, args, kwargs, derive_seed(self.seed, index, self._part))
+            if made.is_by_rows and shape[0] * sum(self._sizes) == made.shape[0] * self._sizes[part]:
+                return _seeded(func, args, kwargs, derive_seed(self.seed, index, part))
         self.are_lost = True
         return _seeded(func, args, kwargs, derive_seed(self.seed, index, 0))
 

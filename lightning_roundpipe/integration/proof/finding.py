@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.errors import UnpreparedError
 from ...common.trees import mapped
 from ...devices.device import DeviceLostError
 from ...devices.memory import DeviceOutOfMemoryError
-from ...engine.execution import LateWriteError
 from ...planning.plan import StageMemoryError
 from ..batches.merging import merge_outputs
 from ..batches.splitting import Batches
@@ -27,7 +27,7 @@ from .trial import Outcome, Trials
 _log = logging.getLogger("lightning_roundpipe")
 _MOST_NAMED = 3
 # Errors of a trial that the step would not have.
-NOT_OF_THE_USER = (DeviceLostError, DeviceOutOfMemoryError, StageMemoryError, LateWriteError, torch.OutOfMemoryError)
+NOT_OF_THE_USER = (DeviceLostError, DeviceOutOfMemoryError, StageMemoryError, UnpreparedError, torch.OutOfMemoryError)
 
 
 class TrialError(Exception):

@@ -181,28 +181,32 @@ class Trials:
         logs = LogCapture(self._module, count, StepMetrics(self._scan))
         squares: list[int] = []
         activations: set[str] = set()
+        before = ForeignStates()
+        seed_foreign(derive_seed(derive_seed(draws.seed, 0), -1))  # as a micro-batch that is recorded
+        seeded = ForeignStates()
 
         def step(part: Any) -> Any:
             state = current()
             assert state is not None
-            before, mode = ForeignStates(), ProofMode(draws, originals)
-            seed_foreign(derive_seed(state.seed, -1))
-            seeded = ForeignStates()
-            draws.begin(state.index if count > 1 else None)
+            index = state.index if count > 1 else None
+            mode = ProofMode(draws, originals, index)
+            draws.begin(index)
             try:
                 with mode:
                     return call(part)
             except StepEnds as end:
                 return {"loss": end.loss}
             finally:
-                draws.end()
+                draws.end(index)
                 draws.are_lost |= seeded.have_moved()
-                before.put_back()
                 squares.append(mode.square)
                 activations.update(self._activations())
 
-        with self._ending_early(is_manual):
-            outputs = self._through_engine(name, step, batches, logs, seed=draws.seed).outputs
+        try:
+            with self._ending_early(is_manual):
+                outputs = self._through_engine(name, step, batches, logs, seed=draws.seed).outputs
+        finally:
+            before.put_back()
         batches.bring_back(batch)
         losses = [loss_of(output) for output in outputs] if is_training and not is_manual else []
         if is_manual:

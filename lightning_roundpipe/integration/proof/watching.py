@@ -96,14 +96,16 @@ class ProofMode(ThreadsDispatchMode):
 
     Args:
         draws: None leaves random numbers alone.
+        part: that the micro-batch is of them, see :meth:`draws.Draws.begin`.
 
     Attributes:
         square: rows of a classification with as many classes as rows; 0 if there was none.
     """
 
-    def __init__(self, draws: Draws | None, originals: Originals) -> None:
+    def __init__(self, draws: Draws | None, originals: Originals, part: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
+        self._part = part
         self._originals = originals
         self.square = 0
 
@@ -117,5 +119,5 @@ class ProofMode(ThreadsDispatchMode):
         if func.overloadpacket is _CLASSIFICATION and args[0].ndim == 2 and args[0].shape[0] == args[0].shape[1]:
             self.square = int(args[0].shape[0])
         if self._draws is not None and is_random(func) and not drops_nothing(func, args, kwargs):
-            return self._draws.draw(func, args, kwargs)
+            return self._draws.draw(self._part, func, args, kwargs)
         return func(*args, **kwargs)

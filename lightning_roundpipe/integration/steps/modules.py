@@ -59,11 +59,6 @@ class ModuleScan:
         """Whether a module computes with statistics of all rows of a micro-batch."""
         return any(module.training for module in self.norms if isinstance(module, _BatchNorm))
 
-    @property
-    def has_buffers(self) -> bool:
-        """Whether :meth:`buffers` has any."""
-        return next(self.buffers(), None) is not None
-
     def buffers(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
         """(name, module, key in the module, tensor) of every buffer, but for the states of metrics."""
         for prefix, module in self.named:

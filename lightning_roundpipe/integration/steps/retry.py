@@ -5,7 +5,7 @@
     note the state --> run --> no room --------> put back --> the same, where room was made --> run ...
                           |--> does not fit ---> put back --> twice as many micro-batches ----> run ...
                           |--> device lost ----> put back --> the end
-                          |--> late write -----> put back --> the same, with what is known now -> run ...
+                          |--> unprepared -----> put back --> the same, with what is known now -> run ...
                           '--> any other error: the user's
 
 *Steps that do not fit.*
@@ -36,7 +36,8 @@ that was finished. Nothing is run again: what has broken may have broken the pro
 
 *Buffers that are written late.* The first step has seen which buffers units write, and later ones prepare for those:
 the micro-batches take turns, and the values from before are kept for the backward. A unit may begin later, by a flag in
-a buffer or an argument. Then the step is run again, prepared for these as well.
+a buffer or an argument. Then the step is run again, prepared for these as well. So is one that calls ``whole_batch``
+when the steps before it did not.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...common.errors import UnpreparedError
 from ...devices.device import DeviceLostError
 from ...devices.memory import DeviceOutOfMemoryError
 from ...devices.pool import DevicePool
-from ...engine.execution import LateWriteError
 from ...lightning_packages import rank_zero_info, rank_zero_warn
 from ...planning.costs import CostProfile
 from ...planning.plan import StageMemoryError, describe_need, needed_bytes
@@ -95,7 +96,7 @@ class Retry:
     Args:
         num_microbatches: how many a batch is split into at first.
         is_auto: whether the number may be raised again and again.
-        pool: where it cannot fail, and the model has no buffers, nothing is noted and nothing is run again.
+        pool: the devices.
         forget: called with the kind of step before such a step is run again: what was planned for it is void.
         costs: of the calls of a kind of step, as far as they are known.
         is_trial: whether Lightning is trying a batch size at the moment.
@@ -154,13 +155,11 @@ class Retry:
             DeviceOutOfMemoryError, StageMemoryError: if it does not fit and is not run again. The message says what
                 takes the memory, why it was not run again, and what to change.
             DeviceLostError: if a device is lost.
-            LateWriteError: if a unit has begun to write a buffer and it is not run again.
+            UnpreparedError: if it has done something for which it would have to be run again, and cannot be.
         """
         self._final = None
         wanted = self.wanted(kind)
         batches = split(batch, wanted)
-        if not self._pool.can_fail and not self._scan.has_buffers:
-            return batches, attempt(batches)
         tried_rows = batches.batch_size if self._is_trial() else None
         if tried_rows != self._tried_rows:
             self._tried_rows = tried_rows
@@ -187,7 +186,7 @@ class Retry:
         It returns smaller micro-batches, or None for the same ones.
 
         Raises:
-            DeviceLostError, LateWriteError, DeviceOutOfMemoryError, StageMemoryError: if only that would help, and
+            DeviceLostError, UnpreparedError, DeviceOutOfMemoryError, StageMemoryError: if only that would help, and
                 cannot be.
         """
         state, has_no_room = step.state, _has_no_room(error)
@@ -200,11 +199,12 @@ class Retry:
                 f"{step.kind} has lost {causes}.{limit} What helps: begin again in a new process, from the last "
                 "checkpoint, without the device if it does not come back."
             ) from error
-        if isinstance(error, LateWriteError):
+        if isinstance(error, UnpreparedError):
             why_not = self._obstacle(state)
             state.restore()
             if why_not is not None:
-                raise _late_write(error, step.kind, why_not) from error
+                text = f"{error}. {step.kind} would have to be run again for that, and cannot be, because {why_not}."
+                raise type(error)(f"{text} What helps: {error.remedy}.") from error
             return self._plan_anew
         if has_no_room and self._can_make_room(step) and self._obstacle(state) is None:
             state.restore()
@@ -313,15 +313,6 @@ class Retry:
             f"{text} What helps: smaller micro-batches (a larger num_microbatches) for activations, finer units "
             "(units=[...]) for weights and gradients, a higher device_memory_limit for all of them."
         )
-
-
-def _late_write(error: Exception, kind: str, why_not: str) -> LateWriteError:
-    """The error to raise where a step is not run again."""
-    return LateWriteError(
-        f"{error}. {kind} would have to be run again for that, and cannot be, because {why_not}. What helps: write the "
-        "buffer in the first step as well, or keep what decides about it as an attribute of the module (a bool), which "
-        "is noticed in time."
-    )
 
 
 def _fits_if_split(error: Exception) -> bool:

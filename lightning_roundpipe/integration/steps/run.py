@@ -51,6 +51,7 @@ from .notices import Notices, heard_once
 from .ranks import WIRES, RankSteps
 from .retry import Retry
 from .user_step import dropping_old_gradients, seed_of_step
+from .whole_batch import gathered_over
 
 
 class Steps:
@@ -213,7 +214,8 @@ class Steps:
             call = dropping_old_gradients(call, len(batches.microbatches), self._module.trainer)
         share = self.ranks.share_of(batches) if is_training else 1.0
         reduction = self.ranks.begin(self._module) if is_training else None
-        with logs.capturing(), self._guard.watching(name, batches), barriers:
+        gathering = gathered_over(self.ranks.group, has_rows=self.ranks.has_data or not is_training)
+        with logs.capturing(), self._guard.watching(name, batches), barriers, gathering:
             request = StepRequest(
                 function=self._guard.followed(name, call),
                 microbatches=batches.microbatches,

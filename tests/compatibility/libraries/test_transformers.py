@@ -154,7 +154,7 @@ class Contrasting(Task):
     "Library",
     "transformers CLIP (contrastive losses)",
     "differs",
-    "The loss sees a micro-batch: `num_microbatches=1` takes the whole batch.",
+    "The loss sees a micro-batch: use `whole_batch`, or `num_microbatches=1`.",
 )
 def test_contrastive_losses() -> None:
     whole, _ = compare_tasks(Contrasting, batches(captions), ours={"num_microbatches": 1})

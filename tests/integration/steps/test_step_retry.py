@@ -330,12 +330,6 @@ def test_other_errors_pass(make_retry: Any, error: Any) -> None:
     assert attempts.tried == [2]
 
 
-def test_nothing_is_run_again_where_memory_has_no_limit(make_retry: Any) -> None:
-    with pytest.raises(DeviceOutOfMemoryError) as caught:
-        make_retry(pool=cpu_pool(1)).run("training_step", torch.zeros(8, 1), split, Attempts(99))
-    assert caught.value is FULL
-
-
 def test_the_tensors_of_a_failed_attempt_are_gone_before_the_next_one(make_retry: Any) -> None:
     alive: list[int] = []
 
