@@ -85,6 +85,7 @@ _NEED_VALUES = frozenset({"nonzero", "argwhere", "masked_select", "equal", "allc
 _OF_TO = (frozenset({"memory_format"}), frozenset({"device", "dtype", "other", "memory_format"}))
 # They make a tensor on the host first.
 _MADE_ON_HOST = frozenset({"tensor", "as_tensor", "asarray"})
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 # These write operands whose versions do not show it.
 _WRITES_UNSEEN = frozenset({"batch_norm", "instance_norm"})
 
@@ -121,6 +122,8 @@ class ImplicitTransfers(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
+            if name == "__set__" and func == _SET_DATA:
+                func = self._parameters.writing(func, args[0])
             return func(*args, **kwargs)
         place = self._where()
         if (done := self._moved_by_user(func, name, args, kwargs, place)) is not None:
@@ -134,13 +137,11 @@ class ImplicitTransfers(TorchFunctionMode):
         structure = trees.flatten((args, kwargs), leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         writes = name in _WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
-        if writes:
-            for tensor in tensors:
-                if (parameter := _parameter_of(tensor)) is not None:
-                    self._parameters.before_write(parameter)
         fixed = None
         if writes or name == "__getitem__":  # an index follows its tensor
             fixed = kwargs["out"] if "out" in kwargs else next(iter((*args, *kwargs.values())), None)
+        if writes:
+            func = self._parameters.writing(func, fixed)
         placed = tensors if name in _JOINS else [t for t in tensors if t is fixed or not _goes_anywhere(t)]
         if name in _WITH_LENGTHS:
             placed = [t for t in placed if t.dtype != torch.int64]

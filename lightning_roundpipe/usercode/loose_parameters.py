@@ -13,6 +13,9 @@ aside for each use, go home when the backward of the micro-batch ends, and are a
 (see [Note: loose parameters] in :mod:`usercode.loose_gradients`): which use was on which device leaves no trace. In a
 backward that the *user* runs any gradient goes to the master at once.
 
+User code may change masters, also through ``weight.data``, as teachers are updated. What is changed is known by its
+memory; copies on devices, those of units included, are made anew before they are used again.
+
 A copy is given up when a stage run of its device ends, no graph leads through it and no view of it is left: the weight
 of a head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
 master that was changed in place since the upload is uploaded anew.
@@ -22,17 +25,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ..common.fingerprints import version_of
+from ..common.fingerprints import UNKNOWN, version_of
 from ..common.graphs import EngineFunction
 from ..common.sizes import num_bytes_of
+from ..common.trees import leaves_of
 from ..devices.device import Device
 from ..devices.transfer import CHUNK_BYTES, Edge, Transfer
+from ..weights.futures import unwaited
 from ..weights.gradients import GradientStore
 from .lock import UserCodeState
 from .loose_gradients import LooseGradients
@@ -48,6 +54,10 @@ def may_wait(state: UserCodeState, gradients: LooseGradients) -> bool:
     autograd: neither may wait for the device or let other user code in.
     """
     return state.lock is not None and state.call_unit is not None and not gradients.is_walking
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or -id(tensor)  # classes of the user's may have none
 
 
 class _Lease:
@@ -133,10 +143,19 @@ class LooseParameters:
 
     Args:
         gradients: where the sums go.
+        masters: gives those that user code may write.
+        on_written: is called when it has.
     """
 
-    def __init__(self, gradients: GradientStore) -> None:
+    def __init__(
+        self,
+        gradients: GradientStore,
+        masters: Callable[[], Iterable[nn.Parameter]] = tuple,
+        on_written: Callable[[], None] = lambda: None,
+    ) -> None:
         self._gradients = gradients
+        self._masters, self._on_written = masters, on_written
+        self._by_memory: dict[int, list[nn.Parameter]] | None = None
         self._lock = threading.Lock()  # of the next two; never held during a wait
         self._copies: list[_Copy] = []
         self._newest: dict[tuple[int, int], _Copy] = {}
@@ -212,12 +231,39 @@ class LooseParameters:
             device.memory.reserve("gradients", copy.num_bytes)
             copy.gradient_bytes = copy.num_bytes
 
-    def before_write(self, master: nn.Parameter) -> None:
-        """``master`` is about to be changed in place: no upload may still be reading it."""
+    def writing(self, function: Callable[..., Any], target: Any) -> Callable[..., Any]:
+        """``function``, which changes ``target`` in place: if masters share its memory, they have another version
+        afterwards, and no upload is still reading them. That of ``weight.data`` is not the weight's."""
+        masters = [master for x in leaves_of(target) if isinstance(x, Tensor) for master in self._masters_of(x)]
+        if not masters:
+            return function
         with self._lock:
-            copies = [copy for copy in self._copies if copy.master is master]
+            copies = [copy for copy in self._copies if any(copy.master is master for master in masters)]
         for copy in copies:
             copy.upload.await_done()
+        versions = [version_of(master) for master in masters]
+
+        def write(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            hidden = [m for m, version in zip(masters, versions, strict=True) if version_of(m) == version != UNKNOWN]
+            torch.autograd.graph.increment_version(hidden)
+            if not all(any(m is known for known in self._masters_of(m)) for m in masters):  # it has got other memory
+                self._by_memory = None
+            self._on_written()
+            return result
+
+        return write
+
+    def _masters_of(self, tensor: Tensor) -> list[nn.Parameter]:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return []
+        if self._by_memory is None:
+            self._by_memory = {}
+            with unwaited():
+                for master in self._masters():
+                    if master.device.type == "cpu" and master.layout is torch.strided and not is_lazy(master):
+                        self._by_memory.setdefault(_memory_of(master), []).append(master)
+        return self._by_memory.get(_memory_of(tensor), [])
 
     def end_stage_run(self, device: Device) -> None:
         """A stage run of ``device`` has ended: gives up the copies that no graph leads through any more."""

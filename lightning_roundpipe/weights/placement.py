@@ -58,7 +58,7 @@ class ReplicaCache:
 
     def __init__(self, relay: Relay, pool: DevicePool) -> None:
         self._relay = relay
-        self._num_hooks = 0
+        self._num_hooks = self._num_writes = 0
         self._num_uses = 0
         self._replicas: list[dict[tuple[Unit, bool], Replica]] = [{} for _ in pool.devices]  # by form
         self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
@@ -70,6 +70,10 @@ class ReplicaCache:
     def note_hook(self) -> None:
         """A forward hook was registered during the step: active replicas are out of date."""
         self._num_hooks += 1
+
+    def note_write(self) -> None:
+        """User code has changed masters in the middle of the step: active replicas may be out of date."""
+        self._num_writes += 1
 
     def expect(self, device: Device, next_use: dict[Unit, int]) -> None:
         """Tells when units are needed next on a device: 0 for now, 1 for the next stage run, and so on."""
@@ -123,10 +127,14 @@ class ReplicaCache:
         replica = self._replicas[device.index].get((unit, is_low))
         if replica is None or not replica.is_active:
             replica = self._activated(unit, device, is_low, baseline)
-        elif replica.num_hooks != self._num_hooks:
-            self._look_again(replica, baseline)
-            replica.refresh(baseline)
-            replica.load_state()
+        else:
+            if replica.num_hooks != self._num_hooks:
+                self._look_again(replica, baseline)
+                replica.refresh(baseline)
+                replica.load_state()
+            if device.aliases_host or replica.num_writes != self._num_writes:
+                replica.renew(self.weights)
+        replica.num_writes = self._num_writes
         self._num_uses += 1
         replica.last_use = self._num_uses
         if replica.trained != trained:

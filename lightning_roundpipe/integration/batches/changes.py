@@ -113,16 +113,18 @@ class Changes:
         walk.match(batch, [*enumerate(self._microbatches)], ())
         values = [(*place, self._merge(found)) for *place, found in walk.put]
         contents = [
-            (whole, [self._merge(found) if isinstance(found, list) else found.value for found in content])
-            for whole, content in walk.refilled
+            (whole, path, [self._merge(found) if isinstance(found, list) else found.value for found in content])
+            for whole, path, content in walk.refilled
         ]
         for container, key in walk.taken:
             _take(container, key)
         for container, key, path, value in values:
             _put(container, key, value)
             self._note(path, value)
-        for container, content in contents:
+        for container, path, content in contents:
             list.__setitem__(container, slice(None), content)
+            for j, value in enumerate(content) if path is not None else ():
+                self._note((*path, j), value)
 
     def _merge(self, found: list[Found]) -> Any:
         """What comes into one place of the batch; parts of it that it had before are the same objects there."""
@@ -163,7 +165,7 @@ class _Walk:
     Attributes:
         put: container, key and path of an entry of the batch, and what it is to hold, of each micro-batch.
         taken: entries to be removed.
-        refilled: lists, and what they are to hold.
+        refilled: lists and their paths, and what they are to hold.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class _Walk:
         self._seen: set[tuple[int, ...]] = set()
         self.put: list[tuple[Any, Any, Path | None, list[Found]]] = []
         self.taken: list[tuple[Any, Any]] = []
-        self.refilled: list[tuple[Any, list[list[Found] | _Kept]]] = []
+        self.refilled: list[tuple[Any, Path | None, list[list[Found] | _Kept]]] = []
 
     def match(self, whole: Any, parts: list[Found], path: Path | None) -> None:
         """Finds what has changed in the parts of micro-batches that are in the place of ``whole``.
@@ -234,7 +236,7 @@ class _Walk:
         elif isinstance(whole, list):
             each = [[(i, entry) for entry in entries.values()] for i, entries in zip(indices, now, strict=True)]
             if is_cut or len(set(map(len, each))) > 1:
-                self.refilled.append((whole, [[found] for found in chain(*each)]))
+                self.refilled.append((whole, None, [[found] for found in chain(*each)]))
                 return
             content: list[list[Found] | _Kept] = []
             for j, found in enumerate(zip(*each, strict=True)):
@@ -242,7 +244,7 @@ class _Walk:
                 content.append(_Kept(own[j]) if j < len(own) and all(stays) else [*found])
                 if j < len(own) and all(stays):
                     self.match(own[j], [*found], None if path is None else (*path, j))
-            self.refilled.append((whole, content))
+            self.refilled.append((whole, path, content))
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
