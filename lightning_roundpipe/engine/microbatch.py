@@ -186,6 +186,7 @@ class Microbatch:
             cut(self._context, call, done, leaves)
             state.has_cuts = state.has_cuts or call.may_be_flagged
             if call.is_recorded:
+                call.num_writes = self._replicas.num_writes
                 self._calls.append(call)
         finally:
             if state.mode is not None:
@@ -360,8 +361,8 @@ class Microbatch:
         if self.pending:
             self._backward_of_user_code()
         if call.gradients:
+            check_versions(call, has_changed=self._replicas.has_changed(call.unit, call.num_writes))
             if call.versions is not None:
-                check_versions(call)
                 self.record.revived[call.index] = call.unit
             self._compute_backward(call)
             for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):

@@ -55,7 +55,7 @@ from ..devices.offload import TravellingActivations
 from .gpu_draws import drawing, is_random
 from .lock import UserCodeState, current
 from .loose_gradients import LooseGradients
-from .loose_parameters import LooseParameters, may_wait
+from .loose_parameters import LooseParameters, may_wait, parameter_of
 from .moves import moved
 
 _HOST = torch.device("cpu")
@@ -217,7 +217,7 @@ class ImplicitTransfers(TorchFunctionMode):
         is_plain = is_plain and not torch._C._are_functorch_transforms_active()  # they know no functions of ours
         if tensor.device == target or not is_plain or not self._activations.reaches(tensor.device, target):
             return tensor.to(target)
-        if not is_shared and target == place.torch_device and _parameter_of(tensor) is tensor:
+        if not is_shared and target == place.torch_device and parameter_of(tensor) is tensor:
             return self._move(tensor, target, place).clone()
         return moved(tensor, target, self._activations, _WHAT, is_shared=is_shared, await_download=self._await_passing)
 
@@ -313,7 +313,7 @@ def _home(tensor: Tensor, place: Device) -> torch.device | None:
     """Where ``tensor`` is, for user code at ``place``; None on the host."""
     if tensor.device.type != "cpu":
         return tensor.device
-    on_host = place.torch_device.type != "cpu" or _parameter_of(tensor) is not None
+    on_host = place.torch_device.type != "cpu" or parameter_of(tensor) is not None
     return None if on_host else tensor.device
 
 
@@ -357,15 +357,9 @@ def _is_logging() -> bool:
     return False
 
 
-def _parameter_of(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter on the host that ``tensor`` is, or is a view of."""
-    base = tensor if isinstance(tensor, nn.Parameter) else tensor._base if tensor._is_view() else None
-    return base if type(base) is nn.Parameter and base.device.type == "cpu" else None
-
-
 def _master_of(tensor: Tensor) -> nn.Parameter | None:
     """The parameter that ``tensor`` can be made of on a device, at less cost than if it travelled by itself."""
-    base = _parameter_of(tensor)
+    base = parameter_of(tensor)
     if base is None or base.layout is not torch.strided:
         return None
     if tensor is base:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -56,8 +56,17 @@ def may_wait(state: UserCodeState, gradients: LooseGradients) -> bool:
     return state.lock is not None and state.call_unit is not None and not gradients.is_walking
 
 
+def parameter_of(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter on the host that ``tensor`` is, or is a view of."""
+    base = tensor if isinstance(tensor, nn.Parameter) else tensor._base if tensor._is_view() else None
+    return base if type(base) is nn.Parameter and base.device.type == "cpu" else None
+
+
 def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() or -id(tensor)  # classes of the user's may have none
+    try:
+        return tensor.untyped_storage().data_ptr() or -1
+    except (NotImplementedError, RuntimeError):  # it has none: in a function transform, or of a class of the user's
+        return -1
 
 
 class _Lease:
@@ -144,14 +153,14 @@ class LooseParameters:
     Args:
         gradients: where the sums go.
         masters: gives those that user code may write.
-        on_written: is called when it has.
+        on_written: is told which it has written.
     """
 
     def __init__(
         self,
         gradients: GradientStore,
         masters: Callable[[], Iterable[nn.Parameter]] = tuple,
-        on_written: Callable[[], None] = lambda: None,
+        on_written: Callable[[Sequence[nn.Parameter]], None] = lambda masters: None,
     ) -> None:
         self._gradients = gradients
         self._masters, self._on_written = masters, on_written
@@ -232,38 +241,46 @@ class LooseParameters:
             copy.gradient_bytes = copy.num_bytes
 
     def writing(self, function: Callable[..., Any], target: Any) -> Callable[..., Any]:
-        """``function``, which changes ``target`` in place: if masters share its memory, they have another version
-        afterwards, and no upload is still reading them. That of ``weight.data`` is not the weight's."""
+        """``function``, which changes ``target`` in place. If that is the memory of masters, they have another version
+        afterwards: ``weight.data`` has one of its own."""
         masters = [master for x in leaves_of(target) if isinstance(x, Tensor) for master in self._masters_of(x)]
         if not masters:
             return function
-        with self._lock:
-            copies = [copy for copy in self._copies if any(copy.master is master for master in masters)]
-        for copy in copies:
-            copy.upload.await_done()
+        self.before_write(masters)
         versions = [version_of(master) for master in masters]
 
         def write(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             hidden = [m for m, version in zip(masters, versions, strict=True) if version_of(m) == version != UNKNOWN]
             torch.autograd.graph.increment_version(hidden)
-            if not all(any(m is known for known in self._masters_of(m)) for m in masters):  # it has got other memory
+            if any(_memory_of(master) not in (self._by_memory or ()) for master in masters):  # it has got other memory
                 self._by_memory = None
-            self._on_written()
+            self._on_written(masters)
             return result
 
         return write
 
+    def before_write(self, masters: list[nn.Parameter]) -> None:
+        """They are about to be changed in place: no upload may still be reading them."""
+        with self._lock:
+            copies = [copy for copy in self._copies if any(copy.master is master for master in masters)]
+        for copy in copies:
+            copy.upload.await_done()
+
     def _masters_of(self, tensor: Tensor) -> list[nn.Parameter]:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        """Parameters on the host that have the memory of ``tensor``."""
+        if tensor.device.type != "cpu":
             return []
+        if (parameter := parameter_of(tensor)) is not None:
+            return [parameter]
         if self._by_memory is None:
             self._by_memory = {}
             with unwaited():
                 for master in self._masters():
-                    if master.device.type == "cpu" and master.layout is torch.strided and not is_lazy(master):
+                    if master.device.type == "cpu" and not is_lazy(master):
                         self._by_memory.setdefault(_memory_of(master), []).append(master)
-        return self._by_memory.get(_memory_of(tensor), [])
+        memory = _memory_of(tensor)
+        return self._by_memory.get(memory, []) if memory > 0 else []
 
     def end_stage_run(self, device: Device) -> None:
         """A stage run of ``device`` has ended: gives up the copies that no graph leads through any more."""
