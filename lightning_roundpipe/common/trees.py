@@ -283,6 +283,15 @@ def mapped(
     return value if is_same and not isinstance(value, anew) else make(changed)
 
 
+def containers_in(value: Any, _above: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Every container in a value, itself included, in an order that is the same in values of one structure."""
+    opened = None if type(value) in _PLAIN or any(value is container for container in _above) else _opened(value)
+    if opened is not None:
+        yield value
+        for entry in opened[0]:
+            yield from containers_in(entry, (*_above, value))
+
+
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The entries of a container, and what makes one like it of others; None for leaves."""
     children = children_of(value)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.fills import fill, settled
+from ..autograd.fills import fill, fill_given, settled
 from ..autograd.recompute import Call, PendingGradients, check_versions
 from ..autograd.repeats import samples_of
 from ..autograd.unit_backward import run_unit_backward
@@ -199,6 +199,8 @@ class Microbatch:
                 fill(self._lock, state, unit, place, value)
             else:
                 self._lock.write(state, *place, value)
+        if result.given:
+            fill_given((args, kwargs), [(i, attribute.shown(outputs, leaves)) for i, attribute in result.given])
         result_leaves = [
             leaves[passed[i]] if i in passed else outputs.get(i, leaf) for i, leaf in enumerate(result.leaves)
         ]
