@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from .engine.requests import StepResult
 from .engine.runner import Engine
-from .integration.batches.merging import merge_outputs
 from .integration.batches.splitting import Batches
 from .integration.checks import check_model, check_precision, note_layer_sync
 from .integration.host_strategy import HostStrategy
@@ -350,7 +349,7 @@ class RoundPipeStrategy(HostStrategy):
         with self.precision_plugin.train_step_context():
             batches, result = self._run("training_step", batch, rest, scale)
         if not self._module.automatic_optimization:
-            return cast(STEP_OUTPUT, merge_outputs(result.outputs, batches.sizes, batches.weights))
+            return cast(STEP_OUTPUT, batches.merged(result.outputs))
         final, many = self.steps.ranks.has_local, self.is_distributed
         return merged_step(result.outputs, batches, result.gradients, scale, is_final=final, must_go_on=many)
 
@@ -412,7 +411,7 @@ class RoundPipeStrategy(HostStrategy):
 
     def _evaluate(self, name: str, batch: Any, rest: tuple[Any, ...]) -> Any:
         batches, result = self._run(name, batch, rest)
-        return merge_outputs(result.outputs, batches.sizes, batches.weights)
+        return batches.merged(result.outputs)
 
     def _run(self, name: str, batch: Any, rest: tuple[Any, ...], loss_scale: float = 1.0) -> tuple[Batches, StepResult]:
         batches, result = self.steps.run(name, batch, rest, loss_scale)

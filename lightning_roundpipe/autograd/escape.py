@@ -31,8 +31,8 @@ def check_escape(roots: list[Any], leaves: dict[int, str]) -> None:
             f"a tensor leaves unit {name!r} on a way that RoundPipe cannot follow (inside an object that is neither a "
             "container, a dataclass nor a registered pytree, through a global, in a list or dict that several modules "
             "share, or as an argument that a hook keeps), so its gradient would be lost. Return it from the unit's "
-            "forward, or choose other units: coarser ones, RoundPipeStrategy(units=[TheClassAroundIt]), or finer ones, "
-            "such as units=['Linear']."
+            "forward, or choose other units: coarser ones, by the class of a module around it, "
+            "RoundPipeStrategy(units=['...']), or finer ones, such as units=['Linear']."
         )
 
 

@@ -13,6 +13,9 @@ units. User code of the micro-batch sees it, later calls are given it, and the s
 
 Lists of metrics stay shared by all replicas.
 
+Lists and dicts that a unit was given as arguments are filled in the same way (``names.append("pool")``): a run has new
+ones with the same entries, and what is in them in the end is put into those of user code (:func:`fill_given`).
+
 Used by the thread that holds the compute lane of the replica's device.
 """
 
@@ -131,6 +134,39 @@ class Fills:
         new = {(master, name): None for master, name in masters if master is not None}
         _note_fills(self._replica.unit, new)
         return list(filled.values())
+
+
+class GivenFills:
+    """The lists and dicts among the arguments of one run of a unit.
+
+    Args:
+        learns: whether it may turn out that the unit fills some.
+    """
+
+    def __init__(self, unit: Unit, arguments: Any, *, learns: bool) -> None:
+        self._unit = unit
+        found = _given(arguments) if learns or unit.fills_arguments else ()
+        self._found = [(i, x, copy.copy(x)) for i, x in enumerate(found) if learns or i in unit.fills_arguments]
+
+    def end(self) -> list[tuple[int, Any]]:
+        """What the run has filled: ordinal and content."""
+        filled = [(i, now) for i, now, before in self._found if not is_unchanged(now, before)]
+        new = {i for i, _ in filled}
+        if not new <= self._unit.fills_arguments:
+            with _learning:
+                self._unit.fills_arguments = self._unit.fills_arguments | new
+        return filled
+
+
+def fill_given(arguments: Any, filled: Sequence[tuple[int, Any]]) -> None:
+    """Puts what a unit has left in lists and dicts that it was given into those of user code."""
+    own = _given(arguments)
+    for i, value in filled:
+        refill(own[i], value)
+
+
+def _given(arguments: Any) -> list[Any]:
+    return [container for container in trees.containers_in(arguments) if is_container(container)]
 
 
 def _note_fills(unit: Unit, places: dict[Place, None]) -> None:

@@ -245,6 +245,7 @@ class Call:
     input_gradients: Sequence[Tensor | None] = ()  # that its backward has given
     ran: Run | None = None  # what was noted about the forward
     versions: tuple[int, ...] | None = None  # of the weights at the end of its segment; None in that
+    num_writes: int = 0  # of weights by user code, before the call, see `ReplicaCache.note_write`
     is_over: bool = False  # whether its backward has passed for good
 
     def rely_on(self, facts: Facts | None) -> None:
@@ -397,14 +398,18 @@ def versions_of(unit: Unit) -> tuple[int, ...]:
     return tuple(map(version_of, unit.parameters()))
 
 
-def check_versions(call: Call) -> None:
-    """A recomputation with other weights would give other values, where torch itself raises an error.
+def check_versions(call: Call, *, has_changed: bool) -> None:
+    """A backward with other weights would give other values, where torch itself mostly raises an error.
+
+    Args:
+        has_changed: whether weights of the call have changed since, in its segment.
 
     Raises:
-        RuntimeError: if the weights of a call have changed since its segment.
+        RuntimeError: if they have, in it or later.
     """
-    if call.versions != versions_of(call.unit):
+    if has_changed or (call.versions is not None and call.versions != versions_of(call.unit)):
         raise RuntimeError(
             f"the weights of unit {call.unit.name!r} have changed between its forward and its backward (an "
-            "optimizer step in between): call it again after the step, or call manual_backward before it."
+            "optimizer step in between, or code that writes them): call it again after that, call manual_backward "
+            "before it, or change the weights in on_train_batch_end."
         )

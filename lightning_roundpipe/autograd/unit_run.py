@@ -24,7 +24,7 @@ from ..usercode.gpu_draws import gpu_generator_seeded
 from ..usercode.lock import UserCodeState
 from ..weights.parameters import Replica
 from .compiling import user_compiles
-from .fills import Fills, contents_before, contents_of, plain, side_of
+from .fills import Fills, GivenFills, contents_before, contents_of, plain, side_of
 from .randomness import Draws, PrivateRandomness
 from .recompute import Call, Slot
 from .relays import hooks_found
@@ -83,6 +83,7 @@ class UnitResult:
     structure: Any
     slots: dict[Slot, Tensor]  # every tensor that left the unit, by slot
     written: list[WrittenAttribute] = field(default_factory=list)
+    given: list[tuple[int, WrittenAttribute]] = field(default_factory=list)  # lists and dicts among the arguments
     draws: Draws = field(default_factory=Draws)  # from where it drew random numbers, as far as that was watched
     was_compiled: bool = False  # whether the unit was compiled in this run, which took most of the time
 
@@ -119,7 +120,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         leaves: arguments, then the values of ``call.side``.
 
     Raises:
-        RuntimeError: if the unit puts something into a container that it was given.
+        RuntimeError: if the unit puts something into a container that it was given, and that is no list or dict.
     """
     here = replica.device.torch_device
     if here.type != "cpu":  # user code knows other devices: the host, and those of earlier calls
@@ -127,6 +128,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
     (args, kwargs), side = trees.unflatten_call(call.structure, leaves)
     previous = _set_side(context, call, replica, side) if call.side or call.hooks else ()
     fills = Fills(replica, learns=call.facts is None) if call.facts is None or call.unit.fills else None
+    given = GivenFills(call.unit, (args, kwargs), learns=call.facts is None)
     filled: list[Attribute] = []
     call.relayed = {}
     relays, call.relays = call.relays, []
@@ -138,8 +140,9 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         with inside:
             forward = _forward_seeded if draws.gpu and here.type != "cpu" else _forward
             result, drawn, was_compiled = forward(context, call, replica, args, kwargs, draws)
+            filled_given = given.end()
             if call.facts is None:
-                _check_containers(call, leaves, (args, kwargs, side))
+                _check_containers(call, leaves, side if filled_given else (args, kwargs, side))
     except RuntimeError as error:
         if here.type != "cpu" and "same device" in str(error):
             _note_devices(error, call.unit.name)
@@ -151,7 +154,7 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
         for module, name, value in reversed(previous):
             assign(module, name, value)
     written = [_of_master(context, replica, *one) for one in (*filled, *inside.written)]
-    found = _result_of(call, result, written, leaves)
+    found = _result_of(call, result, written, filled_given, leaves)
     found.draws, found.was_compiled = drawn, was_compiled
     return found
 
@@ -165,23 +168,27 @@ def _note_devices(error: RuntimeError, unit_name: str) -> None:
         )
 
 
-def _result_of(call: Call, result: Any, written: list[Attribute], given: list[Any]) -> UnitResult:
-    """What the unit gave, what its hooks were shown, and the tensors that it wrote on modules, by slot."""
+def _result_of(
+    call: Call, result: Any, written: list[Attribute], filled: list[tuple[int, Any]], given: list[Any]
+) -> UnitResult:
+    """What the unit gave, what its hooks were shown, and the tensors that it wrote on modules, and has put into lists
+    and dicts that it was given, by slot."""
     leaves: list[Any] = []
     structure = trees.flatten(result, leaves)
     slots: dict[Slot, Tensor] = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     slots.update(call.relayed)
     attributes = [WrittenAttribute(*one) for one in written]
-    if attributes:
+    arrived = [(i, WrittenAttribute(call.unit.module, f"argument {i}", value)) for i, value in filled]
+    if attributes or arrived:
         arguments = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
         others: dict[int, int] = {}  # id of a module that is no part of the unit, and may be made in every run
-        for attribute in attributes:
+        for attribute in (*attributes, *(attribute for _, attribute in arrived)):
             module = id(attribute.module)
             place = call.unit.places.get(module)
             slots.update(
                 attribute.locate(~others.setdefault(module, len(others)) if place is None else place, arguments)
             )
-    return UnitResult(leaves, structure, slots, attributes)
+    return UnitResult(leaves, structure, slots, attributes, arrived)
 
 
 def _of_master(
@@ -288,16 +295,14 @@ def _set_side(
 
 def _check_containers(call: Call, leaves: list[Any], given: Any) -> None:
     """Raises:
-    RuntimeError: if the unit put something into what it was given, but for lists and dicts in attributes, of which it
-        has copies: user code would not see it.
+    RuntimeError: if the unit put something into what it was given, but for lists and dicts: user code would not see it.
     """
-    now = trees.leaves_of(given)
-    if len(now) != len(leaves) or any(map(operator.is_not, now, leaves)):
+    now = trees.leaves_of(given)  # the last ones
+    if len(now) > len(leaves) or any(map(operator.is_not, now, leaves[len(leaves) - len(now) :])):
         raise RuntimeError(
-            f"unit {call.unit.name!r} changes a list or dict that it was given as an argument, or another container in "
-            "an attribute, which cannot be followed through the pipeline: return it from its forward, use a plain list "
-            "or dict as the attribute, or make the module around it the unit with "
-            "RoundPipeStrategy(units=[TheClassAroundIt])"
+            f"unit {call.unit.name!r} changes an object that it was given as an argument, or a container in an "
+            "attribute, which cannot be followed through the pipeline: return it from its forward, use a plain list or "
+            f"dict, or {call.unit.coarser()}"
         )
 
 

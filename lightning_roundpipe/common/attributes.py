@@ -11,6 +11,7 @@ requires a gradient, the variable of a closure (a *cell*), and all attributes of
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,11 @@ from torch import Tensor, nn
 MISSING: Any = object()  # value of an attribute or entry that is not there
 _FLAG: Any = torch._C.TensorBase.requires_grad
 _CONTAINERS = (list, dict, defaultdict, OrderedDict)
+# Packages whose objects have a life of their own: the Trainer, loggers, optimizers, loaders; threads, files, locks.
+_LIGHTNING = {"lightning", "lightning_fabric", "lightning_roundpipe", "pytorch_lightning"}
+_FOREIGN = (sys.stdlib_module_names | _LIGHTNING | {"torch"}) - {
+    *("abc", "builtins", "collections", "dataclasses", "types", "typing"),
+}
 CELL, ALL = "cell_contents", "__dict__"
 
 # (id of a module or another place, name of the attribute) -> (the module or place, a value)
@@ -65,6 +71,13 @@ def is_container(value: Any) -> bool:
     """Whether it is a list or dict, of which runs of units and micro-batches are given copies. Other classes may keep
     more than their entries."""
     return type(value) in _CONTAINERS
+
+
+def is_of_users(value: Any) -> bool:
+    """Whether it is an object of a class that is the user's, as far as can be told, with attributes."""
+    if type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    return not any(base.__module__.partition(".")[0] in _FOREIGN for base in type(value).__mro__ if base is not object)
 
 
 class UnitWrites:

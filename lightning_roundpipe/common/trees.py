@@ -257,9 +257,10 @@ def are_equal(left: Any, right: Any) -> bool:
 
 def mapped(
     value: Any,
-    change: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    change: Callable[[Any], Any] = lambda tensor: tensor,
     *,
     anew: type | tuple[type, ...] = (),
+    every: bool = False,
     _above: tuple[Any, ...] = (),
 ) -> Any:
     """``value`` with every tensor in it changed. A container in which nothing changes is kept as it is.
@@ -267,16 +268,28 @@ def mapped(
     Args:
         value: any value; one that holds itself is not entered twice.
         anew: containers of these classes are made anew even so.
+        every: whether ``change`` is given everything else as well; a container is opened if it comes back itself.
     """
-    if isinstance(value, Tensor):
-        return change(value)
+    if every or isinstance(value, Tensor):
+        found = change(value)
+        if found is not value or isinstance(value, Tensor):
+            return found
     opened = None if any(value is container for container in _above) else _opened(value)
     if opened is None:
         return value
     entries, make = opened
-    changed = [mapped(entry, change, anew=anew, _above=(*_above, value)) for entry in entries]
+    changed = [mapped(entry, change, anew=anew, every=every, _above=(*_above, value)) for entry in entries]
     is_same = all(new is old for new, old in zip(changed, entries, strict=True))
     return value if is_same and not isinstance(value, anew) else make(changed)
+
+
+def containers_in(value: Any, _above: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Every container in a value, itself included, in an order that is the same in values of one structure."""
+    opened = None if type(value) in _PLAIN or any(value is container for container in _above) else _opened(value)
+    if opened is not None:
+        yield value
+        for entry in opened[0]:
+            yield from containers_in(entry, (*_above, value))
 
 
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

@@ -303,7 +303,7 @@ def _learn(
         draws = replace(draws, foreign=similar.draws.foreign)
     flagged = flagged_of(slots)
     changed = tuple(written_buffers(replica, before, by_value=True))
-    writes = bool(done.unit.written)
+    writes = bool(done.unit.written or done.unit.given)
     sizes = done.graph_bytes, num_bytes_of(slots.values()), input_bytes
     return Facts(flagged, frozenset(slots), draws, changed, writes, *sizes, has_loose)
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.fills import fill, settled
+from ..autograd.fills import fill, fill_given, settled
 from ..autograd.recompute import Call, PendingGradients, check_versions
 from ..autograd.repeats import samples_of
 from ..autograd.unit_backward import run_unit_backward
@@ -186,6 +186,7 @@ class Microbatch:
             cut(self._context, call, done, leaves)
             state.has_cuts = state.has_cuts or call.may_be_flagged
             if call.is_recorded:
+                call.num_writes = self._replicas.num_writes
                 self._calls.append(call)
         finally:
             if state.mode is not None:
@@ -198,6 +199,8 @@ class Microbatch:
                 fill(self._lock, state, unit, place, value)
             else:
                 self._lock.write(state, *place, value)
+        if result.given:
+            fill_given((args, kwargs), [(i, attribute.shown(outputs, leaves)) for i, attribute in result.given])
         result_leaves = [
             leaves[passed[i]] if i in passed else outputs.get(i, leaf) for i, leaf in enumerate(result.leaves)
         ]
@@ -364,8 +367,8 @@ class Microbatch:
         if self.pending:
             self._backward_of_user_code()
         if call.gradients:
+            check_versions(call, has_changed=self._replicas.has_changed(call.unit, call.num_writes))
             if call.versions is not None:
-                check_versions(call)
                 self.record.revived[call.index] = call.unit
             self._compute_backward(call)
             for receiver, arrived in zip(call.receivers, call.input_gradients, strict=False):

@@ -76,7 +76,7 @@ class Step:
             resources,
             self._lock,
             gradients,
-            LooseParameters(gradients),
+            LooseParameters(gradients, table.root.parameters, resources.replicas.note_write),
             Surroundings(request.autocast_device),
             self._failure,
         )

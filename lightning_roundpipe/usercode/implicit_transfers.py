@@ -55,7 +55,7 @@ from ..devices.offload import TravellingActivations
 from .gpu_draws import drawing, is_random
 from .lock import UserCodeState, current
 from .loose_gradients import LooseGradients
-from .loose_parameters import LooseParameters, may_wait
+from .loose_parameters import LooseParameters, may_wait, parameter_of
 from .moves import moved
 
 _HOST = torch.device("cpu")
@@ -85,6 +85,7 @@ _NEED_VALUES = frozenset({"nonzero", "argwhere", "masked_select", "equal", "allc
 _OF_TO = (frozenset({"memory_format"}), frozenset({"device", "dtype", "other", "memory_format"}))
 # They make a tensor on the host first.
 _MADE_ON_HOST = frozenset({"tensor", "as_tensor", "asarray"})
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 # These write operands whose versions do not show it.
 _WRITES_UNSEEN = frozenset({"batch_norm", "instance_norm"})
 
@@ -121,6 +122,8 @@ class ImplicitTransfers(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
+            if name == "__set__" and func == _SET_DATA:
+                func = self._parameters.writing(func, args[0])
             return func(*args, **kwargs)
         place = self._where()
         if (done := self._moved_by_user(func, name, args, kwargs, place)) is not None:
@@ -134,13 +137,11 @@ class ImplicitTransfers(TorchFunctionMode):
         structure = trees.flatten((args, kwargs), leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         writes = name in _WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
-        if writes:
-            for tensor in tensors:
-                if (parameter := _parameter_of(tensor)) is not None:
-                    self._parameters.before_write(parameter)
         fixed = None
         if writes or name == "__getitem__":  # an index follows its tensor
             fixed = kwargs["out"] if "out" in kwargs else next(iter((*args, *kwargs.values())), None)
+        if writes:
+            func = self._parameters.writing(func, fixed)
         placed = tensors if name in _JOINS else [t for t in tensors if t is fixed or not _goes_anywhere(t)]
         if name in _WITH_LENGTHS:
             placed = [t for t in placed if t.dtype != torch.int64]
@@ -216,7 +217,7 @@ class ImplicitTransfers(TorchFunctionMode):
         is_plain = is_plain and not torch._C._are_functorch_transforms_active()  # they know no functions of ours
         if tensor.device == target or not is_plain or not self._activations.reaches(tensor.device, target):
             return tensor.to(target)
-        if not is_shared and target == place.torch_device and _parameter_of(tensor) is tensor:
+        if not is_shared and target == place.torch_device and parameter_of(tensor) is tensor:
             return self._move(tensor, target, place).clone()
         return moved(tensor, target, self._activations, _WHAT, is_shared=is_shared, await_download=self._await_passing)
 
@@ -312,7 +313,7 @@ def _home(tensor: Tensor, place: Device) -> torch.device | None:
     """Where ``tensor`` is, for user code at ``place``; None on the host."""
     if tensor.device.type != "cpu":
         return tensor.device
-    on_host = place.torch_device.type != "cpu" or _parameter_of(tensor) is not None
+    on_host = place.torch_device.type != "cpu" or parameter_of(tensor) is not None
     return None if on_host else tensor.device
 
 
@@ -356,15 +357,9 @@ def _is_logging() -> bool:
     return False
 
 
-def _parameter_of(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter on the host that ``tensor`` is, or is a view of."""
-    base = tensor if isinstance(tensor, nn.Parameter) else tensor._base if tensor._is_view() else None
-    return base if type(base) is nn.Parameter and base.device.type == "cpu" else None
-
-
 def _master_of(tensor: Tensor) -> nn.Parameter | None:
     """The parameter that ``tensor`` can be made of on a device, at less cost than if it travelled by itself."""
-    base = _parameter_of(tensor)
+    base = parameter_of(tensor)
     if base is None or base.layout is not torch.strided:
         return None
     if tensor is base:

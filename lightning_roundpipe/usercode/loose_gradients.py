@@ -264,8 +264,8 @@ def _nested_backward() -> RuntimeError:
     return RuntimeError(
         "a function of the user (an activation checkpoint of another library, reversible layers, the adjoint of an "
         "ODE) runs a backward of its own inside the backward of the step, where its gradients cannot be followed. "
-        "Leave a checkpoint out: RoundPipe recomputes units by itself; or make the module around the function a unit "
-        "with RoundPipeStrategy(units=[TheClassAroundIt])"
+        "Leave a checkpoint out: RoundPipe recomputes units by itself; or name the class of the module around the "
+        "function in RoundPipeStrategy(units=[...])"
     )
 
 

@@ -13,6 +13,9 @@ aside for each use, go home when the backward of the micro-batch ends, and are a
 (see [Note: loose parameters] in :mod:`usercode.loose_gradients`): which use was on which device leaves no trace. In a
 backward that the *user* runs any gradient goes to the master at once.
 
+User code may change masters, also through ``weight.data``, as teachers are updated. What is changed is known by its
+memory; copies on devices, those of units included, are made anew before they are used again.
+
 A copy is given up when a stage run of its device ends, no graph leads through it and no view of it is left: the weight
 of a head after the fused stage, that of a position embedding when its micro-batches have been through their backward. A
 master that was changed in place since the upload is uploaded anew.
@@ -22,17 +25,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from ..common.fingerprints import version_of
+from ..common.fingerprints import UNKNOWN, version_of
 from ..common.graphs import EngineFunction
 from ..common.sizes import num_bytes_of
+from ..common.trees import leaves_of
 from ..devices.device import Device
 from ..devices.transfer import CHUNK_BYTES, Edge, Transfer
+from ..weights.futures import unwaited
 from ..weights.gradients import GradientStore
 from .lock import UserCodeState
 from .loose_gradients import LooseGradients
@@ -48,6 +54,19 @@ def may_wait(state: UserCodeState, gradients: LooseGradients) -> bool:
     autograd: neither may wait for the device or let other user code in.
     """
     return state.lock is not None and state.call_unit is not None and not gradients.is_walking
+
+
+def parameter_of(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter on the host that ``tensor`` is, or is a view of."""
+    base = tensor if isinstance(tensor, nn.Parameter) else tensor._base if tensor._is_view() else None
+    return base if type(base) is nn.Parameter and base.device.type == "cpu" else None
+
+
+def _memory_of(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr() or -1
+    except (NotImplementedError, RuntimeError):  # it has none: in a function transform, or of a class of the user's
+        return -1
 
 
 class _Lease:
@@ -133,10 +152,19 @@ class LooseParameters:
 
     Args:
         gradients: where the sums go.
+        masters: gives those that user code may write.
+        on_written: is told which it has written.
     """
 
-    def __init__(self, gradients: GradientStore) -> None:
+    def __init__(
+        self,
+        gradients: GradientStore,
+        masters: Callable[[], Iterable[nn.Parameter]] = tuple,
+        on_written: Callable[[Sequence[nn.Parameter]], None] = lambda masters: None,
+    ) -> None:
         self._gradients = gradients
+        self._masters, self._on_written = masters, on_written
+        self._by_memory: dict[int, list[nn.Parameter]] | None = None
         self._lock = threading.Lock()  # of the next two; never held during a wait
         self._copies: list[_Copy] = []
         self._newest: dict[tuple[int, int], _Copy] = {}
@@ -212,12 +240,47 @@ class LooseParameters:
             device.memory.reserve("gradients", copy.num_bytes)
             copy.gradient_bytes = copy.num_bytes
 
-    def before_write(self, master: nn.Parameter) -> None:
-        """``master`` is about to be changed in place: no upload may still be reading it."""
+    def writing(self, function: Callable[..., Any], target: Any) -> Callable[..., Any]:
+        """``function``, which changes ``target`` in place. If that is the memory of masters, they have another version
+        afterwards: ``weight.data`` has one of its own."""
+        masters = [master for x in leaves_of(target) if isinstance(x, Tensor) for master in self._masters_of(x)]
+        if not masters:
+            return function
+        self.before_write(masters)
+        versions = [version_of(master) for master in masters]
+
+        def write(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            hidden = [m for m, version in zip(masters, versions, strict=True) if version_of(m) == version != UNKNOWN]
+            torch.autograd.graph.increment_version(hidden)
+            if any(_memory_of(master) not in (self._by_memory or ()) for master in masters):  # it has got other memory
+                self._by_memory = None
+            self._on_written(masters)
+            return result
+
+        return write
+
+    def before_write(self, masters: list[nn.Parameter]) -> None:
+        """They are about to be changed in place: no upload may still be reading them."""
         with self._lock:
-            copies = [copy for copy in self._copies if copy.master is master]
+            copies = [copy for copy in self._copies if any(copy.master is master for master in masters)]
         for copy in copies:
             copy.upload.await_done()
+
+    def _masters_of(self, tensor: Tensor) -> list[nn.Parameter]:
+        """Parameters on the host that have the memory of ``tensor``."""
+        if tensor.device.type != "cpu":
+            return []
+        if (parameter := parameter_of(tensor)) is not None:
+            return [parameter]
+        if self._by_memory is None:
+            self._by_memory = {}
+            with unwaited():
+                for master in self._masters():
+                    if master.device.type == "cpu" and not is_lazy(master):
+                        self._by_memory.setdefault(_memory_of(master), []).append(master)
+        memory = _memory_of(tensor)
+        return self._by_memory.get(memory, []) if memory > 0 else []
 
     def end_stage_run(self, device: Device) -> None:
         """A stage run of ``device`` has ended: gives up the copies that no graph leads through any more."""

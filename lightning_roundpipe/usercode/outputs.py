@@ -48,7 +48,7 @@ class Results:
         """``tensor`` without its graph; its download begins if it is on a device."""
         detached = tensor.detach() if tensor.grad_fn is not None else tensor
         if device is None or tensor.layout is not torch.strided:
-            return detached.cpu()
+            return _on_host(detached)
         self._arriving[id(detached)] = (detached, device.download([detached], "results"))
         return detached
 
@@ -70,6 +70,11 @@ def _home(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor if tensor.grad_fn is None else tensor.detach()
     return tensor.detach().cpu()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """What is there already stays the same object: ``cpu`` of a class of the user's may make another one."""
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def without_graph(value: Any) -> Any:

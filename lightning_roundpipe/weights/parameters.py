@@ -85,7 +85,7 @@ class Replica:
         self.buffers: list[tuple[nn.Module, nn.Module, str]] = []
         self.is_active = False
         self.last_use = 0
-        self.num_hooks = 0
+        self.num_hooks = self.num_writes = 0
         self.kept = KeptAttributes(device)
         self._owns_buffers = False
         self._copies: list[_Copies] = []
@@ -247,7 +247,7 @@ class Replica:
         return self._copies[-1].num_bytes
 
     def drop_stale(self, weights: WorkingCopies) -> None:
-        """Frees copies of what the masters no longer are; not while the replica is active."""
+        """Frees copies of what the masters no longer are; while the replica is active see :meth:`renew`."""
         for copies in list(self._copies):
             if copies.versions != [weights.version(*self._wanted(weights, leaf)) for leaf in copies.leaves]:
                 self._free(copies)
@@ -274,6 +274,21 @@ class Replica:
 
     def activate(self) -> None:
         """Makes the replica, which has been refreshed, ready to run: weights, buffers. Waits for pending weights."""
+        self._take_weights()
+        self.load_state()
+        self.is_active = True
+        tell("activate", self.leaves.values(), self.unit.name, self)
+
+    def renew(self, weights: WorkingCopies) -> None:
+        """While the replica is active: user code may have changed masters, or given them other memory."""
+        if not self.device.aliases_host:
+            self.drop_stale(weights)
+            if not self.is_loaded:
+                self.load(weights, must=True)
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        """Leaves hold what the masters have, or what has come to the device."""
         if self.device.aliases_host:
             for leaf, master in self.leaves.items():
                 if leaf.dtype is not master.dtype or not leaf.is_set_to(master):
@@ -283,9 +298,6 @@ class Replica:
                 for leaf, data in zip(copies.leaves, copies.upload.wait(Edge.WEIGHTS), strict=True):
                     leaf.data = data
                 copies.is_waited_for = True
-        self.load_state()
-        self.is_active = True
-        tell("activate", self.leaves.values(), self.unit.name, self)
 
     def deactivate(self) -> None:
         """Ends the use of the replica; gradients that were not harvested are lost."""

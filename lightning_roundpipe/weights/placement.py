@@ -58,7 +58,8 @@ class ReplicaCache:
 
     def __init__(self, relay: Relay, pool: DevicePool) -> None:
         self._relay = relay
-        self._num_hooks = 0
+        self._num_hooks = self.num_writes = 0
+        self._written: dict[nn.Parameter, int] = {}  # by user code in this step, and the number of the write
         self._num_uses = 0
         self._replicas: list[dict[tuple[Unit, bool], Replica]] = [{} for _ in pool.devices]  # by form
         self._next_use: list[dict[Unit, int]] = [{} for _ in pool.devices]
@@ -70,6 +71,15 @@ class ReplicaCache:
     def note_hook(self) -> None:
         """A forward hook was registered during the step: active replicas are out of date."""
         self._num_hooks += 1
+
+    def note_write(self, masters: Iterable[nn.Parameter]) -> None:
+        """User code has changed masters in the middle of the step: active replicas may be out of date."""
+        self.num_writes += 1
+        self._written.update(dict.fromkeys(masters, self.num_writes))
+
+    def has_changed(self, unit: Unit, since: int) -> bool:
+        """Whether user code has changed weights of a unit in this step since there were so many writes."""
+        return bool(self._written) and any(self._written.get(master, 0) > since for master in unit.parameters())
 
     def expect(self, device: Device, next_use: dict[Unit, int]) -> None:
         """Tells when units are needed next on a device: 0 for now, 1 for the next stage run, and so on."""
@@ -123,10 +133,14 @@ class ReplicaCache:
         replica = self._replicas[device.index].get((unit, is_low))
         if replica is None or not replica.is_active:
             replica = self._activated(unit, device, is_low, baseline)
-        elif replica.num_hooks != self._num_hooks:
-            self._look_again(replica, baseline)
-            replica.refresh(baseline)
-            replica.load_state()
+        else:
+            if replica.num_hooks != self._num_hooks:
+                self._look_again(replica, baseline)
+                replica.refresh(baseline)
+                replica.load_state()
+            if device.aliases_host or replica.num_writes != self.num_writes:
+                replica.renew(self.weights)
+        replica.num_writes = self.num_writes
         self._num_uses += 1
         replica.last_use = self._num_uses
         if replica.trained != trained:
@@ -199,6 +213,7 @@ class ReplicaCache:
     def end_step(self) -> None:
         """Ends a step: gradients that were not harvested are lost; only weights that do not change stay anywhere."""
         self.coming_buffers.end_step()
+        self._written.clear()
         for replica in self._all():
             replica.unload(unless=self.weights.outlast_step)
 

@@ -58,6 +58,8 @@ class Unit:
         written: buffers that a call of any kind has written: (master module, name). What calls that only read them
             compute depends on when they come.
         fills: lists and dicts that it puts something into: (master module, name of the attribute), as an ordered set.
+        fills_arguments: ordinals of the lists and dicts among its arguments that it puts something into.
+        around: the class of the module around it, if that can be a unit.
         differentiates: whether its forward takes gradients (``torch.autograd.grad``), for which it needs a graph.
         seen: for each member, what it held at the last :meth:`look`: another list as soon as that is something else.
             Holds the values, so that the same object means the same value.
@@ -69,6 +71,8 @@ class Unit:
     facts: dict[Any, Any] = field(default_factory=dict)
     written: set[tuple[nn.Module, str]] = field(default_factory=set)
     fills: dict[tuple[nn.Module, str], None] = field(default_factory=dict)
+    fills_arguments: frozenset[int] = frozenset()
+    around: str | None = None
     differentiates: bool = False
     interceptor: tuple[Any, Any] | None = None
     _settings: list[Any] = field(default_factory=list)
@@ -126,6 +130,12 @@ class Unit:
         found = [p for module in self.members for p in module._parameters.values() if p is not None]
         return list(dict(zip(map(id, found), found, strict=True)).values())
 
+    def coarser(self) -> str:
+        """How users make the module around this unit the unit."""
+        if self.around is None:
+            return "put the module into another one, whose class is named in RoundPipeStrategy(units=[...])"
+        return f"make the module around it the unit with RoundPipeStrategy(units=[{self.around!r}])"
+
     @property
     def has_buffers(self) -> bool:
         """Whether there is anything that its forward could write as a buffer."""
@@ -181,7 +191,9 @@ class UnitTable:
         for order, (module, name) in enumerate(names.items()):
             if module in self.user_code or module in inside_blocks or not self._can_be_unit(module):
                 continue
-            self.units[module] = Unit(name, module, order)
+            parent = name.rpartition(".")[0]
+            around = type(root.get_submodule(parent)).__name__ if parent else None
+            self.units[module] = Unit(name, module, order, around=around)
 
     def is_of(self, modules: list[nn.Module]) -> bool:
         """Whether the root still has the modules that it had; ``modules`` are those that it has now."""

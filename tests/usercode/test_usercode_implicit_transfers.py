@@ -274,6 +274,9 @@ WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
     "copy": lambda w, x: w.copy_(x),
     "list": lambda w, x: torch._foreach_mul_([w], 2.0),
     "view": lambda w, x: w[0].zero_(),
+    "data": lambda w, x: w.data.zero_(),
+    "data of a view": lambda w, x: w[0].data.zero_(),
+    "other memory": lambda w, x: setattr(w, "data", x),
 }
 
 
@@ -282,13 +285,16 @@ def test_uploads_are_over_before_a_write(
     on_copies: UserCode, weight: nn.Parameter, monkeypatch: pytest.MonkeyPatch, write: Any
 ) -> None:
     told: list[nn.Parameter] = []
-    monkeypatch.setattr(on_copies.parameters, "before_write", told.append)
+    on_copies.weights.append(weight)
+    monkeypatch.setattr(on_copies.parameters, "before_write", told.extend)
     with torch.no_grad():
         weight + 1
         assert not told
+        version = weight._version
         write(weight, torch.ones(5, 4))
     assert told
     assert all(parameter is weight for parameter in told)
+    assert weight._version > version
 
 
 def test_what_a_function_writes_comes_back(on_copies: UserCode, weight: nn.Parameter) -> None:

@@ -104,7 +104,7 @@ def test_backward_of_the_user_finds_its_gradient_at_the_master(step: UserCode, w
 def test_a_master_changed_in_place_is_uploaded_anew(step: UserCode, weight: nn.Parameter) -> None:
     before = weight.detach().clone()
     first = step.use(weight)
-    step.parameters.before_write(weight)
+    step.parameters.before_write([weight])
     with torch.no_grad():
         weight.mul_(2)
     second = step.use(weight)
@@ -125,7 +125,7 @@ def test_a_write_waits_for_the_upload_that_reads(step: UserCode, weight: nn.Para
         patch.setattr(LazyTransfer, "wait", lambda transfer, edge: transfer.tensors)
         used = step.use(weight)
     assert used.isnan().all()
-    step.parameters.before_write(weight)
+    step.parameters.before_write([weight])
     with torch.no_grad():
         weight.zero_()
     torch.testing.assert_close(used, before, rtol=0, atol=0)

@@ -23,7 +23,8 @@ class UserCode:
     def __init__(self, *devices: Device) -> None:
         self.devices = devices
         self.gradients = GradientStore()
-        self.parameters = LooseParameters(self.gradients)
+        self.weights: list[nn.Parameter] = []
+        self.parameters = LooseParameters(self.gradients, lambda: self.weights)
         self.lock = UserCodeLock((), lambda: False)
         self.state = UserCodeState(0, 0)
         self.state.lock = self.lock

@@ -4,5 +4,5 @@
   it.
 - :mod:`microbatches`, :mod:`packed`: cutting it, along rows or between packed sequences.
 - :mod:`loss_weight`, :mod:`rank_shares`, :mod:`splitting`: what each micro-batch counts, and the batch of each rank.
-- :mod:`merging`: results put together again.
+- :mod:`merging`, :mod:`changes`: results put together again; what steps do to micro-batches, done to the batch.
 """

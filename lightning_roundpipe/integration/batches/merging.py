@@ -16,6 +16,24 @@ from ...common.trees import are_equal, children_of, rebuild
 from .nodes import is_array, is_sequence, rows_of
 
 
+class Part:
+    """Stands for a part of a micro-batch in what is merged: see [Note: changes to a batch] in :mod:`changes`.
+
+    Attributes:
+        path: the way to it, the same in the batch.
+        value: it.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, path: tuple[Any, ...], value: Any) -> None:
+        self.path = path
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and other.path == self.path
+
+
 def merge_outputs(
     outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], *, given_at_once: bool = False
 ) -> Any:
@@ -91,6 +109,8 @@ def _are_per_sample(values: list[Any], sizes: Sequence[int]) -> bool:
 
 def _holds_rows(value: Any, size: int) -> bool:
     """Tell whether any array in the value has the leading size ``size``."""
+    if isinstance(value, Part):
+        value = value.value
     if is_array(value):
         return rows_of(value) == size
     return any(_holds_rows(entry, size) for _, entry in children_of(value) or ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ...lightning_packages import PossibleUserWarning, pl
 from ...options import RoundPipeOptions
-from ...usercode.outputs import brought_home
 from ..steps.modules import ModuleScan
 from ..steps.notices import Notices
+from .changes import Changes
 from .loaders import Readings
 from .loss_weight import LossWeights, name_of
-from .merging import merge_outputs
 from .microbatches import MicrobatchSplit, batch_rows, split_batch, split_two
 from .packed import Packed, find_packed, split_packed
 from .reading import UNKNOWN, BatchSource, Role
@@ -32,6 +31,7 @@ class Batches:
         weights: share of each in means over the batch; they sum to 1.
         loss_weights: factor of each micro-batch's loss: its share, or 1 where losses are sums.
         batch_size: rows of the whole batch, None if it was not split.
+        changes: what the step does to them, for the whole batch.
     """
 
     microbatches: tuple[Any, ...]
@@ -41,28 +41,11 @@ class Batches:
     batch_size: int | None
 
     def __post_init__(self) -> None:
-        self._entries = [dict(part) for part in self.microbatches if isinstance(part, MutableMapping)]
+        self.changes = Changes(self.microbatches, self.sizes, self.weights)
 
-    def bring_back(self, batch: Any) -> None:
-        """Does to the whole batch what the step has done to its micro-batches, where these are dicts.
-
-        Hooks that come after the step may look for it: an entry that the step has put into every micro-batch
-        (``batch["predictions"] = ...``) is merged, one that it has taken out of all of them goes.
-        """
-        if not isinstance(batch, MutableMapping) or any(microbatch is batch for microbatch in self.microbatches):
-            return
-        before = self._entries
-        if len(before) < len(self.microbatches):
-            return
-        missing = object()
-        for key in dict.fromkeys(key for entries in (*before, *self.microbatches) for key in entries):
-            values = [microbatch.get(key, missing) for microbatch in self.microbatches]
-            if all(value is entries.get(key, missing) for value, entries in zip(values, before, strict=True)):
-                continue
-            if all(value is missing for value in values):
-                batch.pop(key, None)
-            elif not any(value is missing for value in values):
-                batch[key] = merge_outputs([brought_home(value) for value in values], self.sizes, self.weights)
+    def merged(self, outputs: Sequence[Any]) -> Any:
+        """What the step would have returned for the whole batch, of what it has returned for each micro-batch."""
+        return self.changes.merged(outputs, self.sizes, self.weights)
 
 
 class BatchSplitter:

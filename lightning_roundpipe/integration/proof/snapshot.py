@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from ...lightning_packages import ROOTS
+from ...common.attributes import is_of_users
 
 # Entries of a container that is looked into.
 _MOST_ENTRIES = 64
@@ -29,10 +29,6 @@ _MOST_ENTRIES = 64
 _MOST_OBJECTS = 1_000_000
 _MOST_ARRAY_BYTES = 2**20
 _CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque, bytearray)
-# Packages whose objects have a life of their own: the Trainer, loggers, optimizers, loaders; threads, files, locks.
-_FOREIGN = (sys.stdlib_module_names | ROOTS | {"lightning_roundpipe", "torch"}) - {
-    *("abc", "builtins", "collections", "dataclasses", "types", "typing"),
-}
 _NO_STATE = (str, bytes, int, float, complex, bool, type(None), type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
@@ -73,7 +69,7 @@ class Snapshot:
             self._note_array(value)
         elif isinstance(value, tuple):
             yield from ((f"{path}[{i}]", entry) for i, entry in enumerate(value[:_MOST_ENTRIES]))
-        elif isinstance(value, nn.Module) or _is_plain(value):
+        elif isinstance(value, nn.Module) or is_of_users(value):
             attributes = self._attributes[id(value)] = dict(vars(value))
             self._kept.append(value)
             self._put_back.append(lambda: _put_back_attributes(vars(value), attributes))
@@ -112,13 +108,6 @@ class Snapshot:
         """Everything is again as it was."""
         for put_back in self._put_back:
             put_back()
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is an object of a class that is the user's, as far as can be told."""
-    if type(getattr(value, "__dict__", None)) is not dict:
-        return False
-    return not any(base.__module__.partition(".")[0] in _FOREIGN for base in type(value).__mro__ if base is not object)
 
 
 def _put_back_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:

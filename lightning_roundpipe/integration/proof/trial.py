@@ -207,7 +207,7 @@ class Trials:
                 outputs = self._through_engine(name, step, batches, logs, seed=draws.seed).outputs
         finally:
             before.put_back()
-        batches.bring_back(batch)
+        batches.changes.bring_back(batch)
         losses = [loss_of(output) for output in outputs] if is_training and not is_manual else []
         if is_manual:
             losses = [output["loss"] if _is_end(output) else None for output in outputs]

@@ -31,7 +31,6 @@ from ...lightning_packages import (
     kind_of,
     rank_zero_warn,
 )
-from ..batches.merging import merge_outputs
 from ..batches.splitting import Batches
 
 _ROUNDING = 0.01  # of a loss in bfloat16
@@ -139,7 +138,7 @@ def merged_step(
         for output, size, weight in zip(outputs, batches.sizes, batches.weights, strict=True)
         if isinstance(output, Mapping)
     ]
-    return {**merge_outputs(*zip(*others, strict=True)), "loss": loss} if others else loss
+    return {**batches.changes.merged(*zip(*others, strict=True)), "loss": loss} if others else loss
 
 
 def checked_precision(plugin: Precision, autocast_device: str) -> Precision:

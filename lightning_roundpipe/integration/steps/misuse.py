@@ -202,13 +202,12 @@ class StepGuard:
         what = f"{kind}, or code that it calls, changes the weight {self._names(changed)} in place"
         if count == 1:
             raise MisconfigurationException(
-                f"{what}, through .data: the copies of the weight on the devices are not made anew then. Change it "
-                f"under torch.no_grad(), without .data, or in {_hooks(kind)}"
+                f"{what}, in a way that torch does not see (such as through numpy): the copies of the weight on the "
+                f"devices are not made anew then. Change it by functions of torch, or in {_hooks(kind)}"
             )
-        seen = "" if self._before.written() else " and torch.no_grad(), without .data"
         raise MisconfigurationException(
             f"{what}. It runs once per micro-batch, so that the change is made {count} times per batch, while other "
-            f"micro-batches compute with the weight: make it in {_hooks(kind)}, or use num_microbatches=1{seen}"
+            f"micro-batches compute with the weight: make it in {_hooks(kind)}, or use num_microbatches=1"
         )
 
     def _num_scheduler_steps(self, kind: str) -> list[Any]:

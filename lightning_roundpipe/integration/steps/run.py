@@ -30,6 +30,7 @@ from ...ranks.group import ALONE, RankGroup
 from ...ranks.reduction import StepReduction
 from ...reporting.host_report import HostReport
 from ...reporting.tracing import Recordings
+from ...usercode.lock import current
 from ..batches.merging import merge_outputs
 from ..batches.reading import BatchSplitError
 from ..batches.splitting import Batches, BatchSplitter
@@ -166,7 +167,7 @@ class Steps:
                 self._splitting(name, batch, rest),
                 lambda batches: self._verification.run(name, call, batches, loss_scale, self._attempt),
             )
-            batches.bring_back(batch)
+            batches.changes.bring_back(batch)
             logs.replay(batches)
             self._look_at_first(name, batches)
             if name == "training_step" and self.report is not None:
@@ -212,12 +213,13 @@ class Steps:
         barriers = self._barriers(batches) if is_manual else contextlib.nullcontext()
         if is_training and not is_manual:
             call = dropping_old_gradients(call, len(batches.microbatches), self._module.trainer)
+        call = _naming_parts(self._guard.followed(name, call), batches, is_training=is_training)
         share = self.ranks.share_of(batches) if is_training else 1.0
         reduction = self.ranks.begin(self._module) if is_training else None
         gathering = gathered_over(self.ranks.group, has_rows=self.ranks.has_data or not is_training)
         with logs.capturing(), self._guard.watching(name, batches), barriers, gathering:
             request = StepRequest(
-                function=self._guard.followed(name, call),
+                function=call,
                 microbatches=batches.microbatches,
                 weights=[weight * loss_scale * share for weight in batches.loss_weights],
                 key=name,
@@ -262,3 +264,14 @@ class Steps:
                 yield
         finally:
             self.manual = None
+
+
+def _naming_parts(call: Callable[[Any], Any], batches: Batches, *, is_training: bool) -> Callable[[Any], Any]:
+    """``call``, with names in place of what it returns of its micro-batch."""
+
+    def step(part: Any) -> Any:
+        state = current()
+        assert state is not None
+        return batches.changes.named(state.index, call(part), is_training=is_training)
+
+    return step

@@ -34,8 +34,19 @@ def _in_place(self: Any, batch: Any, batch_idx: int) -> Any:
 
 
 def _through_data(self: Any, batch: Any, batch_idx: int) -> Any:
-    loss = self.loss(batch)
     self.body[1][0].bias.data.add_(0.1)
+    return self.loss(batch)
+
+
+def _after_its_use(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss(batch)
+    return loss + 0 * self.body[1][0].bias.data.add_(0.1).sum()
+
+
+def _through_numpy(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss(batch)
+    values = self.body[1][0].bias.detach().numpy()
+    values += 0.1
     return loss
 
 
@@ -64,7 +75,9 @@ class Teacher(Small):
     status="refused",
     note="Change it in `on_train_batch_start` or `on_train_batch_end`.",
 )
-@pytest.mark.parametrize("step", [_in_place, _through_data, _replaced_data], ids=lambda step: step.__name__[1:])
+@pytest.mark.parametrize(
+    "step", [_in_place, _through_data, _after_its_use, _replaced_data], ids=lambda step: step.__name__[1:]
+)
 def test_weights_changed_in_a_step(step: Step) -> None:
     message = assert_refused(with_step(step), r"training_step, or code that it calls, changes the weight")
     assert "'head.weight'" in message or "'body.1.0.bias'" in message
@@ -116,7 +129,7 @@ class SwapsInAnAverage(Small):
 
 def test_weights_swapped_in_validation_after_a_sanity_check() -> None:
     trainer = make_trainer(num_sanity_val_steps=2)
-    with pytest.raises(MisconfigurationException, match=r"validation_step.*on_validation_batch.*without .data"):
+    with pytest.raises(MisconfigurationException, match=r"validation_step.*on_validation_batch"):
         trainer.fit(SwapsInAnAverage(), make_loader(rows=32), make_loader(rows=32))
     assert trainer.global_step == 4
 
@@ -124,8 +137,12 @@ def test_weights_swapped_in_validation_after_a_sanity_check() -> None:
 @compat("Misuse", "a weight changed in place in `training_step`, with `num_microbatches=1`")
 def test_weights_changed_with_one_microbatch(options: dict[str, Any]) -> None:
     compare(lambda: with_step(_in_place), ours={"num_microbatches": 1, "options": options})
+    compare(lambda: with_step(_through_data), ours={"num_microbatches": 1, "options": options})
     if options["virtual_copies"]:
-        assert_refused(with_step(_through_data), "through .data", num_microbatches=1, options=options)
+        assert_refused(
+            with_step(_after_its_use), "have changed between", RuntimeError, num_microbatches=1, options=options
+        )
+        assert_refused(with_step(_through_numpy), "such as through numpy", num_microbatches=1, options=options)
 
 
 class Shrinks(nn.Linear):
