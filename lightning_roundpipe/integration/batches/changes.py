@@ -25,6 +25,7 @@ was put into it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -129,13 +130,12 @@ class Changes:
     def _merge(self, found: list[Found]) -> Any:
         """What comes into one place of the batch; parts of it that it had before are the same objects there."""
 
-        def name(value: Any) -> Any:
-            path = self._kept[index].get(id(value))
+        def named(kept: dict[int, Path], value: Any) -> Any:
+            path = kept.get(id(value))
             return value if path is None else Part(path, value)
 
-        values = []
-        for index, value in found:
-            values.append(brought_home(mapped(value, name, every=True)))
+        names = [functools.partial(named, self._kept[index]) for index, _ in found]
+        values = [brought_home(mapped(value, name, every=True)) for name, (_, value) in zip(names, found, strict=True)]
         sizes, weights = ([numbers[index] for index, _ in found] for numbers in (self._sizes, self._weights))
         return self._with_parts(merge_outputs(values, sizes, weights))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.parity import COPIES, compare, make_trainer
+from tests.support.parity import COPIES, compare, make_loader, make_trainer
 from tests.support.small import WIDTH, Small
 
 OPTIONS: dict[str, dict[str, Any]] = {"shared": {}, "copies": COPIES}
@@ -121,4 +121,4 @@ def test_the_error_names_the_class_around_the_unit() -> None:
             return self.around.puts(self.body(batch[0]), Holder()).square().mean()
 
     with pytest.raises(RuntimeError, match=r"units=\['Around'\]"):
-        make_trainer(num_microbatches=1).fit(Refused(), [(torch.ones(4, WIDTH), torch.zeros(4))])
+        make_trainer(num_microbatches=1).fit(Refused(), make_loader())
