@@ -112,10 +112,10 @@ class Changes:
         """Does to the batch what the step has done to the micro-batches."""
         walk = _Walk(self._before, self._whole, self._kept)
         walk.match(batch, [*enumerate(self._microbatches)], ())
-        values = [(*place, self._merge(found)) for *place, found in walk.put]
+        values = [(container, key, path, self._merge(found)) for container, key, path, found in walk.put]
         contents = [
-            (whole, path, [self._merge(found) if isinstance(found, list) else found.value for found in content])
-            for whole, path, content in walk.refilled
+            (container, path, [one.value if isinstance(one, _Kept) else self._merge(one) for one in content])
+            for container, path, content in walk.refilled
         ]
         for container, key in walk.taken:
             _take(container, key)
@@ -136,7 +136,7 @@ class Changes:
 
         names = [functools.partial(named, self._kept[index]) for index, _ in found]
         values = [brought_home(mapped(value, name, every=True)) for name, (_, value) in zip(names, found, strict=True)]
-        sizes, weights = ([numbers[index] for index, _ in found] for numbers in (self._sizes, self._weights))
+        sizes, weights = [self._sizes[index] for index, _ in found], [self._weights[index] for index, _ in found]
         return self._with_parts(merge_outputs(values, sizes, weights))
 
     def _note(self, path: Path | None, value: Any) -> None:
@@ -294,7 +294,7 @@ def _places(root: Any) -> Iterator[tuple[Path, Any]]:
             seen.add(id(value))
             if not _SCALARS.issuperset(map(type, entries.values())):
                 todo.extend(((*path, key), entry) for key, entry in entries.items())
-    return reversed(found)
+    return iter(found[::-1])
 
 
 def _are_alike(values: Sequence[Any]) -> bool:
