@@ -6,11 +6,12 @@ Such a part has a leading size that fits nothing, unless something beside it cou
     num_points        [3,           1,       2]      one number for each sample
     points            [a a a        b        c c]    6 = 3 + 1 + 2 rows, cut where the numbers say
 
-- Numbers count for each sample, by name: ``lengths``, ``num_points``. Or boundaries do (``ptr``, ``cu_seqlens``), or the
-  sample of each entry (``batch``, ``batch_idx``), in order. What points into a part, such as an ``edge_index`` beside
-  ``batch``, starts from 0 in each micro-batch. So do graphs of :mod:`graphs` for what lies beside them.
-- A grid ``(images, 2 or 3)`` counts the patches of each image. Which images a row has, its tokens tell: there is one for
-  each patch, or for each square of patches, and they are one and the same number; images end where rows end::
+- Numbers count for each sample, by name: ``lengths``, ``num_points``. Or boundaries do (``ptr``, ``cu_seqlens``), or
+  the sample of each entry (``batch``, ``batch_idx``), in order. What points into a part, such as an ``edge_index``
+  beside ``batch``, starts from 0 in each micro-batch. Graphs of :mod:`graphs` count nodes and edges for what lies
+  beside them.
+- A grid ``(images, 2 or 3)`` counts the patches of each image. Which images a row has, its tokens tell: there is one
+  for each patch, or for each square of patches, all of them the same number; images end where rows end::
 
       image_grid_thw [[1, 4, 4], [1, 2, 4], [1, 4, 4]]       16, 8 and 16 patches, for 4, 2 and 4 tokens
       input_ids      [[. . i i i i . i i .], [. i i i i . . . . .]]      so the first row has two of the images
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -116,9 +117,9 @@ class _Search:
         for path, node in self._arrays.items():
             self._look_at_numbers(path, node)
         for node in self._nodes:
-            if is_sequence(node.value) and len(node.value) == self._rows and _words(node.path) & _COUNTS:
-                if all(type(entry) is int and entry >= 0 for entry in node.value):
-                    self.found.counts[node.path] = _bounds(node.value)
+            is_named = is_sequence(node.value) and len(node.value) == self._rows and bool(_words(node.path) & _COUNTS)
+            if is_named and all(type(entry) is int and entry >= 0 for entry in node.value):
+                self.found.counts[node.path] = _bounds(node.value)
         for path, node in self._arrays.items():
             if "grid" in _words(path) and node.value.ndim == 2 and node.value.shape[1] in (2, 3):
                 self._look_at_grid(path, _tensor(node.value))
@@ -200,7 +201,7 @@ class _Search:
         if not _is_integer(grid) or not bool((grid > 0).all()):
             return
         patches = grid.prod(1)
-        found = set(self._images_by_tokens(path, patches))
+        found = {*self._images_by_tokens(path, patches)}
         if not found:
             found = {bounds for _, bounds in self._counting(len(grid))}
         if not found and len(grid) == self._rows and not any(map(_are_tokens, self._arrays.values())):
@@ -228,8 +229,8 @@ class _Search:
                 wanted = patches // side**2
                 if bool((patches % side**2).any()):
                     continue
-                for value in _of_number(tokens, int(wanted.sum())) if not named else [kind]:
-                    bounds = _shared_out(wanted.tolist(), (tokens == value).sum(1).tolist())
+                for value in [kind] if named and kind else _of_number(tokens, int(wanted.sum())):
+                    bounds = _shared_out(wanted.tolist(), tokens.eq(value).sum(1).tolist())
                     if bounds is not None:
                         yield bounds
 
@@ -272,7 +273,7 @@ class _Search:
                 if len(bounds) == 1:
                     self.found.parts[node.path] = Counted(bounds.pop())
             has_parts = any(child.path in self.found.parts for child in node.children)
-            if has_parts and is_dataclass(node.value) and _length_of(node.value) == self._rows:
+            if has_parts and num_samples_of(node.value) == self._rows:
                 for child in node.children:
                     if type(child.value) is int and child.value == self._rows and _words(child.path) & _COUNTS:
                         self.found.parts[child.path] = Counted(tuple(range(self._rows + 1)))
@@ -302,8 +303,11 @@ def _are_tokens(node: Node) -> bool:
     return "ids" in words and "position" not in words and node.value.ndim == 2 and _is_integer(node.value)
 
 
-def _length_of(value: Any) -> int | None:
-    return len(value) if hasattr(value, "__len__") else None
+def num_samples_of(value: Any) -> int | None:
+    """How many samples a container says itself that it holds: graphs, or a dataclass that has a length."""
+    if isinstance(value, Sized) and is_dataclass(value):
+        return len(value)
+    return num_graphs_of(value)
 
 
 def _bounds(counts: Any) -> Bounds:
@@ -312,7 +316,7 @@ def _bounds(counts: Any) -> Bounds:
 
 def _of_number(tokens: Tensor, number: int) -> list[int]:
     """The tokens that there are so many of."""
-    values, numbers = tokens.unique(return_counts=True)
+    values, numbers = torch.unique(tokens, return_counts=True)
     found: list[int] = values[numbers == number].tolist()
     return found
 

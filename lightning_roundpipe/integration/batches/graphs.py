@@ -32,12 +32,17 @@ class GraphsError(ValueError):
 
 def num_graphs_of(value: Any) -> int | None:
     """How many graphs an object holds; None if it is something else."""
-    kind = _kind_of(type(value))
+    kind = _kind_of(value)
     return None if not kind else 1 if kind == "graph" else int(value.num_graphs)
 
 
+def _kind_of(value: Any) -> str:
+    cls: Any = type(value)
+    return _kind_of_class(cls)
+
+
 @functools.lru_cache(maxsize=1024)
-def _kind_of(cls: type) -> str:
+def _kind_of_class(cls: Any) -> str:
     if all(hasattr(cls, name) for name in _OF_BATCHES):
         return "batch"
     return "graph" if all(hasattr(cls, name) for name in _OF_GRAPHS) else ""
@@ -45,7 +50,7 @@ def _kind_of(cls: type) -> str:
 
 def bounds_of_graphs(value: Any) -> Iterator[tuple[str, Bounds]]:
     """What the graphs have nodes and edges of, and where those of each begin; the last number is where they end."""
-    for store in value.stores if _kind_of(type(value)) == "batch" else ():
+    for store in value.stores if _kind_of(value) == "batch" else ():
         if "ptr" in store:
             yield "nodes", tuple(store["ptr"].tolist())
         if "ptr" in store and isinstance(store.get("edge_index"), Tensor):
@@ -68,7 +73,7 @@ def cut_graphs(value: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
         GraphsError: if what the batch holds is not what its graphs held when they were put together.
     """
     made_by = next(cls for cls in type(value).__mro__ if "from_data_list" in vars(cls))
-    followed = [key for store in value.stores for key in store.keys() if f"{key}_batch" in store]
+    followed = [key for store in value.stores for key, _ in store.items() if f"{key}_batch" in store]
     try:
         parts = [
             made_by.from_data_list(value.index_select(slice(start, start + length)), follow_batch=followed)  # type: ignore[attr-defined]
@@ -103,7 +108,7 @@ def _check(store: Any, cut: Sequence[Any], *, is_whole: bool) -> None:
 def _add_new(value: Any, store: Any, cut: Sequence[Any], bounds: Sequence[tuple[int, int]]) -> None:
     """Gives the parts what was put on the whole after the graphs were put together."""
     ends = [("graphs", tuple(range(value.num_graphs + 1))), *bounds_of_graphs(value)]
-    for key in [key for key in store.keys() if any(key not in part for part in cut)]:
+    for key in [key for key, _ in store.items() if any(key not in part for part in cut)]:
         whole = store[key]
         if not isinstance(whole, Tensor) or not whole.ndim:
             parts = [whole] * len(cut)

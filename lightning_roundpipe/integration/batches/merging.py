@@ -89,9 +89,8 @@ def _joined(columns: list[Any]) -> Any:
         return pandas.concat(columns, ignore_index=are_counted)
     if pandas is not None and isinstance(first, pandas.Index):
         return first.append(columns[1:])
-    return (
-        first[:0] + [*chain.from_iterable(columns)] if isinstance(first, UserList) else [*chain.from_iterable(columns)]
-    )
+    entries = [*chain.from_iterable(columns)]
+    return type(first)(entries) if isinstance(first, UserList) else entries
 
 
 def _merge_containers(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:

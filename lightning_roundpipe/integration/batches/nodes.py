@@ -47,7 +47,7 @@ def is_sequence(value: Any) -> bool:
 def is_column(value: Any) -> bool:
     """Tell sequences that are neither lists nor tuples: arrays of texts and objects, ranges, columns of tables."""
     numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, _NO_COLUMNS) or isinstance(value, type):
+    if isinstance(value, (*_NO_COLUMNS, type)):
         return False
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return value.ndim > 0 and value.dtype.kind in "USO"

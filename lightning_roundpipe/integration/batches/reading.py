@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .counted import Counted, Found, find_counted
+from .counted import Counted, Found, find_counted, num_samples_of
 from .graphs import Bounds, bounds_of_graphs, num_graphs_of
 from .nodes import Node, are_alike, describe, is_array, is_column, is_floating, is_sequence, node_of, rows_seen, walk
 
@@ -293,7 +293,7 @@ class _Fitting:
 
     def _fit_sequence(self, node: Node, depth: int) -> _Fit | Node:
         """A sequence with as many entries as there are samples."""
-        if node.children and all(child.rows == self._rows and not is_array(child.value) for child in node.children):
+        if node.children and all(num_samples_of(child.value) == self._rows for child in node.children):
             return self._fit_entries(node, depth)  # graphs of all samples in each
         columns = _Fit() if is_column(node.value) else self._fit_entries(node, depth)
         samples = _Fit(cut=[node], roles={node.path: Role.SAMPLES})
