@@ -55,18 +55,22 @@ class Counted:
         dim: of a tensor.
         offsets: subtracted from what the part of the sample holds, which points into another part.
         has_ends: whether the value holds boundaries, which neighbours share.
+        may_miss: whether samples that have none of it get None, as models of images want it.
     """
 
     bounds: Bounds
     dim: int = 0
     offsets: Bounds | None = None
     has_ends: bool = False
+    may_miss: bool = False
 
     def cut(self, value: Any, start: int, length: int) -> Any:
         """What samples from ``start`` have of a tensor, an array, a sequence, or of their number."""
         first, last = self.bounds[start], self.bounds[start + length] + self.has_ends
         if type(value) is int:
             return last - first
+        if self.may_miss and first == last:
+            return None
         part = value[:, first:last] if self.dim else value[first:last]
         if self.offsets is not None and self.offsets[start]:
             return part - self.offsets[start]
@@ -212,7 +216,7 @@ class _Search:
         (images,) = found
         ends = (0, *patches.cumsum(0).tolist())
         self._items.append(path)
-        self.found.parts[path] = Counted(images)
+        self.found.parts[path] = Counted(images, may_miss=True)
         self.found.counts[path] = images
         self.found.counts[f"patches of {path}"] = tuple(ends[end] for end in images)
 
@@ -253,7 +257,8 @@ class _Search:
             counting = [(item, self.found.parts[item].bounds) for item in related]
         bounds = {own for _, own in counting}
         if len(bounds) == 1:
-            self.found.parts[path] = Counted(bounds.pop())
+            may_miss = any(what in self._items or what.startswith("patches of ") for what, _ in counting)
+            self.found.parts[path] = Counted(bounds.pop(), may_miss=may_miss)
             self._compose(path, node)
         elif bounds:
             ways = " or ".join(what for what, _ in counting)
@@ -271,7 +276,7 @@ class _Search:
             if is_sequence(node.value) and node.kind in ("scalar", "text") and "grid" in _words(node.path):
                 bounds = {own for item in self._items if (own := self.found.counts[item])[-1] == len(node.value)}
                 if len(bounds) == 1:
-                    self.found.parts[node.path] = Counted(bounds.pop())
+                    self.found.parts[node.path] = Counted(bounds.pop(), may_miss=True)
             has_parts = any(child.path in self.found.parts for child in node.children)
             if has_parts and num_samples_of(node.value) == self._rows:
                 for child in node.children:

@@ -356,8 +356,8 @@ def _counts(rule: Rule, microbatches: Sequence[Any], sizes: Sequence[int]) -> li
     if rule == "nodes":
         if not _node_rule(sizes):
             raise ValueError(
-                "loss_weight='nodes' needs graphs in the batch, or what else samples have numbers of their own of; it is "
-                f"a {type(microbatches[0]).__name__} without: use loss_weight='samples', or a function from a "
+                "loss_weight='nodes' needs graphs in the batch, or what else samples have numbers of their own of; it "
+                f"is a {type(microbatches[0]).__name__} without: use loss_weight='samples', or a function from a "
                 "micro-batch to its weight"
             )
         sizes = sizes.counts[0] if isinstance(sizes, Sizes) else sizes
