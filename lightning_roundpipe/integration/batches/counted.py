@@ -127,7 +127,7 @@ class _Search:
         for path, node in self._arrays.items():
             if "grid" in _words(path) and node.value.ndim == 2 and node.value.shape[1] in (2, 3):
                 self._look_at_grid(path, _tensor(node.value))
-        for path, node in self._arrays.items():
+        for path, node in [*self._arrays.items()] * 2:  # what is counted may count
             self._match(path, node)
         self._look_at_others()
 

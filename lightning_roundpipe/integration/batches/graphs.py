@@ -51,8 +51,9 @@ def _kind_of_class(cls: Any) -> str:
 def bounds_of_graphs(value: Any) -> Iterator[tuple[str, Bounds]]:
     """What the graphs have nodes and edges of, and where those of each begin; the last number is where they end."""
     for store in value.stores if _kind_of(value) == "batch" else ():
+        kind = getattr(store, "_key", None)  # of nodes, where there are several
         if "ptr" in store:
-            yield "nodes", tuple(store["ptr"].tolist())
+            yield "nodes" if kind is None else f"nodes {kind!r}", tuple(store["ptr"].tolist())
         if "ptr" in store and isinstance(store.get("edge_index"), Tensor):
             edges = bounds_of_index(store["batch"][store["edge_index"][0]], len(store["ptr"]) - 1)
             if edges is not None:
@@ -80,7 +81,7 @@ def cut_graphs(value: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
             for start, length in bounds
         ]
     except Exception as error:
-        raise GraphsError(f"its graphs cannot be taken apart: {error}") from error
+        raise GraphsError(f"its graphs cannot be taken apart: {str(error).rstrip('.')}") from error
     of_stores = zip(value.stores, *(part.stores for part in parts), strict=True)
     for store, *cut in of_stores:
         _check(store, cut, is_whole=sum(length for _, length in bounds) == value.num_graphs)

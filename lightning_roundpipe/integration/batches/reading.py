@@ -374,9 +374,11 @@ def _conflict(root: Node, source: BatchSource, held: dict[str, Role]) -> str:
         text += f" the reading of earlier batches, in which {was} held {held[was].value}"
     if votes:
         text += f", and the batch size is {rows} by {describe(votes[rows][0])}"
-    found = find_counted(root, rows, {})
-    if offender.path in found.unclear:
-        text += f" ({found.unclear[offender.path]})"
+    unclear = find_counted(root, rows, {}).unclear
+    if offender.path in unclear:
+        text += f" ({unclear[offender.path]})"
+    elif unclear:
+        text += f" ({next(iter(unclear))}: {next(iter(unclear.values()))})"
     if offender.rows not in (None, rows):
         held.setdefault(offender.path, Role.UNREAD)
     return f"{text}. {WAYS_OUT}"

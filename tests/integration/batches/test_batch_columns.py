@@ -83,7 +83,7 @@ def test_columns_that_steps_return_are_joined(monkeypatch: pytest.MonkeyPatch) -
     for first, second in (
         (Index("abc"), Index("de")),
         (UserList("abc"), UserList("de")),
-        (np.array(["a", "bb", "c"]),) * 2,
+        (np.array(["a", "bb", "c"]), np.array(["d", "e"])),
     ):
         merged = merge_outputs([first, second], (len(first), len(second)), (3.0, 2.0))
         assert type(merged) is type(first)

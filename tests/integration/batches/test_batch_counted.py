@@ -208,12 +208,12 @@ def _two_ways() -> dict[str, Any]:
 
 
 def _not_in_order() -> dict[str, Any]:
-    return {"x": rows(3), "boxes": rows(4, 4), "batch_idx": torch.tensor([0, 2, 1, 2])}
+    return {"x": rows(3), "y": rows(3, 2), "z": rows(3), "boxes": rows(4, 4), "batch_idx": torch.tensor([0, 2, 1, 2])}
 
 
 def _tokens_that_do_not_fit() -> dict[str, Any]:
     batch = vision([[SMALL], [WIDE], [LARGE]])
-    return batch | {"input_ids": batch["input_ids"].clamp(max=5)}
+    return batch | {"input_ids": torch.full_like(batch["input_ids"], 7)}
 
 
 def _another_image() -> dict[str, Any]:
@@ -226,8 +226,8 @@ def _another_image() -> dict[str, Any]:
     [
         (_two_ways, ["batch['points'] of shape (7, 3)", "batch['lengths'] or batch['sizes'] may count its 7 rows"]),
         (_not_in_order, ["batch['batch_idx']", "does not name 3 samples in order"]),
-        (_tokens_that_do_not_fit, ["batch['pixel_values'] of shape (28, 2)"]),
-        (_another_image, ["batch['pixel_values'] of shape (28, 2)"]),
+        (_tokens_that_do_not_fit, ["batch['pixel_values'] of shape (28, 2)", "batch['image_grid_thw']: which of its"]),
+        (_another_image, ["batch['pixel_values'] of shape (28, 2)", "cannot be told from the tokens"]),
         # class weights beside labels that add up to as many
         (lambda: {"x": rows(4, 2), "y": torch.tensor([1, 2, 3, 1]), "weights": rows(7)}, ["batch['weights']"]),
     ],
