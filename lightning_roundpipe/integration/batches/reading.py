@@ -15,8 +15,9 @@ agree, and how earlier batches of the same loader were read. From that a reading
 - An array is cut along dimension 0 if that has as many rows as there are samples. One of leading size 1, numbers,
   texts, None and 0-d tensors are shared. Every other array is a misfit, unless something in the batch counts its rows
   for each sample, see :mod:`counted`. A batch of graphs (:mod:`graphs`) has as many rows as graphs.
-- A list with as many entries as there are samples holds samples, and is not looked into; so does any other sequence,
-  a column of a table or an array of texts. Any other list holds columns: every entry is read by itself. If torch's ``default_collate`` has made the batch, all of them do.
+- A list with as many entries as there are samples holds samples, and is not looked into; so does any other sequence, a
+  column of a table or an array of texts. Any other list holds columns: every entry is read by itself. If torch's
+  ``default_collate`` has made the batch, all of them do.
 - The root is where the two are hard to tell apart: ``[x, y]`` for a batch of two samples. A root tuple whose entries
   all have the rows of the batch holds columns, like ``(x, y)``. A list that fits both is refused, unless its entries
   are not alike, so that they cannot be samples. So is a tuple further down, ``(h, c)`` or two samples, and a list if

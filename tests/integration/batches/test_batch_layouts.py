@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from tests.support.loaders import Loader
-from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
+from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer, ready
 from tests.support.small import Small
 
 
@@ -152,9 +152,9 @@ def test_rows_that_cannot_be_told_are_warned_of() -> None:
     class Takes(TakesOpaque, Small):
         pass
 
-    trainer = make_trainer(options={"split_batch": split_opaque}, num_microbatches=2)
-    with pytest.warns(UserWarning, match=r"2 micro-batches of split_opaque .*weigh as if it were 1, 1.*loss_weight="):
-        trainer.fit(Takes(), batches_of(make_loader(16), Opaque))
+    trainer = make_trainer(options={"split_batch": split_in_kind}, num_microbatches=2)
+    with pytest.warns(UserWarning, match=r"2 micro-batches of split_in_kind .*weigh as if it were 1, 1.*loss_weight="):
+        trainer.fit(Takes(), batches_of(make_loader(16), Untold))
 
 
 class Sized(Opaque):
