@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,8 +221,8 @@ def _rows_in(microbatch: Any) -> int | None:
 
 
 def _length_of(microbatch: Any) -> int | None:
-    is_record = isinstance(microbatch, (Mapping, tuple, str, Tensor)) or not hasattr(microbatch, "__len__")
-    return None if is_record else len(microbatch)
+    is_record = isinstance(microbatch, (Mapping, tuple, str, Tensor))
+    return len(microbatch) if isinstance(microbatch, Sized) and not is_record else None
 
 
 def _graphs_in(microbatch: Any) -> int | None:
