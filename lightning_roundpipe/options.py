@@ -12,7 +12,7 @@ from typing import Any, Literal
 from .planning.costs import CostProfile
 from .planning.quantities import parse_bytes
 
-LOSS_WEIGHTS = ("auto", "samples", "label_tokens", "causal_label_tokens", "sum")
+LOSS_WEIGHTS = ("auto", "samples", "label_tokens", "causal_label_tokens", "nodes", "sum")
 
 # A bare number below that was meant as GiB or MiB.
 _LEAST_MEMORY_BYTES = 1024

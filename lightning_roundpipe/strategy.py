@@ -62,7 +62,8 @@ class RoundPipeStrategy(HostStrategy):
             what surrounds them, divided where they are too large for a device.
         loss_weight: what weighs a micro-batch in the loss: ``"samples"`` (for means over samples), ``"label_tokens"``
             (entries of ``labels`` that are not -100), ``"causal_label_tokens"`` (the same without the first position,
-            which causal language models do not predict), ``"sum"`` (for losses that are sums over samples: every
+            which causal language models do not predict), ``"nodes"`` (of graphs, or what else samples have numbers of
+            their own of), ``"sum"`` (for losses that are sums over samples: every
             micro-batch counts fully), or a function from a micro-batch to a number. ``"auto"`` is samples, unless the
             batch has integer ``labels`` of which some are -100, where their tokens weigh; the log says so once.
         split_batch: ``(batch, num_microbatches) -> list of micro-batches``, for batches whose layout cannot be told
@@ -125,7 +126,7 @@ class RoundPipeStrategy(HostStrategy):
         num_microbatches: int | Literal["auto"] = "auto",
         round_size: int | None = None,
         units: list[type[nn.Module] | str] | None = None,
-        loss_weight: Literal["auto", "samples", "label_tokens", "causal_label_tokens", "sum"]
+        loss_weight: Literal["auto", "samples", "label_tokens", "causal_label_tokens", "nodes", "sum"]
         | Callable[[Any], float] = "auto",
         split_batch: Callable[[Any, int], Sequence[Any]] | Literal["packed"] | None = None,
         threads_per_device: int | None = None,

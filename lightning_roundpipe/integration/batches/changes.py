@@ -124,8 +124,8 @@ class Changes:
             self._note(path, value)
         for container, path, content in contents:
             list.__setitem__(container, slice(None), content)
-            for j, value in enumerate(content) if path is not None else ():
-                self._note((*path, j), value)
+            for j, value in enumerate(content):
+                self._note(None if path is None else (*path, j), value)
 
     def _merge(self, found: list[Found]) -> Any:
         """What comes into one place of the batch; parts of it that it had before are the same objects there."""

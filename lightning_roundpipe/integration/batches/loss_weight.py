@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ...common.trees import tensors_in
 from ..steps.notices import Notices
+from .microbatches import Sizes
 from .rank_shares import Facts
 
 IGNORED_LABEL = -100
@@ -41,6 +42,7 @@ _MEANINGS = {
     "samples": "means over samples",
     "label_tokens": "means over the labels that are not -100",
     "causal_label_tokens": "means over the labels that are not -100, without the first of each row",
+    "nodes": "means over nodes, or what else samples have numbers of their own of",
     "sum": "sums: every micro-batch counts fully, and a logged loss is best logged with reduce_fx='sum'",
 }
 RULES = tuple(_MEANINGS)
@@ -90,7 +92,7 @@ class LossWeights:
         """
         if len(microbatches) == 1:
             return (1.0,), (1.0,)
-        rule = self._rule_for(microbatches) if rule is None else rule
+        rule = self._rule_for(microbatches, sizes) if rule is None else rule
         counts = _counts(rule, microbatches, sizes)
         if callable(rule) and not (sum(counts) > 0.0 or self._has_others):
             raise ValueError(
@@ -105,12 +107,12 @@ class LossWeights:
 
     # --- what "auto" means -----------------------------------------------------------------------------------------
 
-    def candidates(self, microbatches: Sequence[Any]) -> tuple[Rule, ...]:
+    def candidates(self, microbatches: Sequence[Any], sizes: Sequence[int] = ()) -> tuple[Rule, ...]:
         """What may weigh these micro-batches: what does now, which is the likeliest, then what else could."""
-        chosen = self._rule_for(microbatches)
+        chosen = self._rule_for(microbatches, sizes)
         if self._loss_weight != "auto":
             return (chosen,)
-        return tuple(dict.fromkeys((chosen, "samples", *_label_rules(microbatches), "sum")))
+        return tuple(dict.fromkeys((chosen, "samples", *_label_rules(microbatches), *_node_rule(sizes), "sum")))
 
     @property
     def is_guess(self) -> bool:
@@ -157,11 +159,11 @@ class LossWeights:
             untold = _announced(untold._replace(why=untold.why + missing))
         self._notices.warn(name, untold, is_note=is_certain)
 
-    def _rule_for(self, microbatches: Sequence[Any]) -> Rule:
+    def _rule_for(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> Rule:
         """What weighs these micro-batches."""
         if self._loss_weight != "auto":
             return self._loss_weight
-        if (settled := self._settled_for(microbatches)) is not None:
+        if (settled := self._settled_for(microbatches, sizes)) is not None:
             return settled.rule
         if any(_entry(microbatch, "num_items_in_batch") is not None for microbatch in microbatches):
             why = "the batch has 'num_items_in_batch', by which the loss is divided"
@@ -174,8 +176,8 @@ class LossWeights:
             return "samples"
         return self._untold.rule
 
-    def _settled_for(self, microbatches: Sequence[Any]) -> Decision | None:
-        rules = ("samples", "sum", *_label_rules(microbatches))
+    def _settled_for(self, microbatches: Sequence[Any], sizes: Sequence[int] = ()) -> Decision | None:
+        rules = ("samples", "sum", *_label_rules(microbatches), *_node_rule(sizes))
         return self._settled if self._settled is not None and self._settled.rule in rules else None
 
     def decision(self, microbatches: Sequence[Any]) -> Decision:
@@ -226,7 +228,7 @@ class LossWeights:
         """What other ranks have to know of the batch of this one, to weigh it; see :func:`share_of`."""
         rule, settled = self._loss_weight, self._settled
         if rule == "auto" and settled is not None and settled.rule not in _LABEL_RULES:
-            rule = settled.rule
+            rule = settled.rule if settled.rule != "nodes" or _node_rule(sizes) else "samples"
         if rule != "auto":
             return [*Facts(sum(sizes), sum(_counts(rule, microbatches, sizes)), is_sum=float(rule == "sum"))]
         items = _entry(microbatches[0], "num_items_in_batch") if settled is None else None
@@ -327,6 +329,10 @@ def _label_rules(microbatches: Sequence[Any]) -> tuple[str, ...]:
     return _LABEL_RULES if all(one.dim() > 1 for one in labels) else _LABEL_RULES[:1]
 
 
+def _node_rule(sizes: Sequence[int]) -> tuple[str, ...]:
+    return ("nodes",) if isinstance(sizes, Sizes) and sizes.counts else ()
+
+
 def _labels_are_tokens(microbatch: Any) -> bool:
     """Whether labels that are not left out are the tokens of the input themselves."""
     labels, tokens = _entry(microbatch, "labels"), _entry(microbatch, "input_ids")
@@ -347,6 +353,14 @@ def _counts(rule: Rule, microbatches: Sequence[Any], sizes: Sequence[int]) -> li
         return [_given_weight(rule, microbatch) for microbatch in microbatches]
     if rule in _LABEL_RULES:
         return [_num_labels(microbatch, rule) for microbatch in microbatches]
+    if rule == "nodes":
+        if not _node_rule(sizes):
+            raise ValueError(
+                "loss_weight='nodes' needs graphs in the batch, or what else samples have numbers of their own of; it "
+                f"is a {type(microbatches[0]).__name__} without: use loss_weight='samples', or a function from a "
+                "micro-batch to its weight"
+            )
+        sizes = sizes.counts[0] if isinstance(sizes, Sizes) else sizes
     return [float(size) for size in sizes]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections import UserList
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from itertools import chain
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 from ...common.trees import are_equal, children_of, rebuild
-from .nodes import is_array, is_sequence, rows_of
+from .microbatches import Sizes
+from .nodes import is_array, is_column, is_sequence, rows_of
 
 
 class Part:
@@ -45,7 +47,7 @@ def merge_outputs(
 
     Args:
         outputs: what the step returned for each micro-batch; a single one is returned unchanged.
-        sizes: rows of each micro-batch.
+        sizes: rows of each micro-batch, and of other things.
         weights: weight of each micro-batch in averages; a micro-batch of weight 0 does not count, not even with a NaN.
             If all are 0, all count alike.
         given_at_once: the outputs are lists by which another list was extended: as many entries for each sample, in
@@ -65,13 +67,48 @@ def _merge(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) ->
     first = values[0]
     if all(value is first for value in values):
         return first
-    if all(rows_of(value) == size for value, size in zip(values, sizes, strict=True)) and _are_alike(values):
+    if _have_rows([rows_of(value) for value in values], sizes) and _are_alike(values):
         return _concatenate(values)
     if all(_is_number(value) for value in values) and not all(type(value) is int for value in values):
         return _mean(values, weights)
     if children_of(first) is not None and all(type(value) is type(first) for value in values):
         return _merge_containers(values, sizes, weights)
+    if all(is_column(value) for value in values) and _have_rows([*map(len, values)], sizes):
+        return _joined(values)
     return first if all(are_equal(first, value) for value in values) else values
+
+
+def apart_in(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> str | None:
+    """The way to the first tensors in outputs that :func:`merge_outputs` leaves apart; None if there are none."""
+    first = outputs[0]
+    if all(is_array(output) for output in outputs):
+        is_joined = _have_rows([rows_of(output) for output in outputs], sizes) and _are_alike(list(outputs))
+        is_joined |= not any(output.ndim for output in outputs) or all(are_equal(first, output) for output in outputs)
+        return None if is_joined else path
+    opened = [children_of(output) or [] for output in outputs]
+    if len({tuple(name for name, _ in entries) for entries in opened}) > 1:
+        return None
+    found = (
+        apart_in([value for _, value in entries], sizes, path + entries[0][0]) for entries in zip(*opened, strict=True)
+    )
+    return next((way for way in found if way is not None), None)
+
+
+def _have_rows(found: Sequence[int | None], sizes: Sequence[int]) -> bool:
+    """Whether these are the rows of the micro-batches, or the numbers of something else that they have."""
+    return any(tuple(found) == tuple(own) for own in (sizes, *(sizes.counts if isinstance(sizes, Sizes) else ())))
+
+
+def _joined(columns: list[Any]) -> Any:
+    """Sequences one after the other: in their own type if it can be joined."""
+    first, pandas = columns[0], sys.modules.get("pandas")
+    if pandas is not None and isinstance(first, (pandas.Series, pandas.DataFrame)):
+        are_counted = all(isinstance(column.index, pandas.RangeIndex) and column.index.start == 0 for column in columns)
+        return pandas.concat(columns, ignore_index=are_counted)
+    if pandas is not None and isinstance(first, pandas.Index):
+        return first.append(columns[1:])
+    entries = [*chain.from_iterable(columns)]
+    return type(first)(entries) if isinstance(first, UserList) else entries
 
 
 def _merge_containers(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:

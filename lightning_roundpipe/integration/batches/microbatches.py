@@ -5,19 +5,36 @@ Which parts of a batch are cut, and where, is decided in :mod:`reading`; here th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from ...common.trees import mapped, rebuild, tensors_in
-from .nodes import Node
-from .reading import UNKNOWN, BatchSource, BatchSplitError, Reading, Role, read_batch
+from .graphs import GraphsError, cut_graphs, num_graphs_of
+from .nodes import Node, describe, is_column
+from .reading import CUT, UNKNOWN, WAYS_OUT, BatchSource, BatchSplitError, Reading, Role, read_batch
 
 # Entries of a tensor that are counted.
 _MOST_COUNTED = 2**20
 _IGNORED = -100
+
+
+class Sizes(tuple[int, ...]):
+    """Rows of each micro-batch.
+
+    Attributes:
+        counts: numbers of other things that outputs may have a row of: nodes, patches.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+
+    def __new__(cls, rows: Iterable[int], counts: Iterable[Iterable[int]] = ()) -> Sizes:
+        """Sizes of so many rows."""
+        self = super().__new__(cls, rows)
+        self.counts = tuple(dict.fromkeys(own for count in counts if (own := tuple(count)) != tuple(self)))
+        return self
 
 
 class MicrobatchSplit(NamedTuple):
@@ -68,10 +85,11 @@ def split_batch(
     if count == 1:
         return MicrobatchSplit((batch,), (reading.rows,), reading.rows)
     small, num_larger = divmod(reading.rows, count)
-    sizes = tuple(small + 1 if index < num_larger else small for index in range(count))
-    starts = tuple(accumulate(sizes[:-1], initial=0))
-    parts = _cut(reading.root, reading, tuple(zip(starts, sizes, strict=True)))
-    return MicrobatchSplit(tuple(parts), sizes, reading.rows)
+    lengths = tuple(small + 1 if index < num_larger else small for index in range(count))
+    starts = tuple(accumulate(lengths[:-1], initial=0))
+    bounds = tuple(zip(starts, lengths, strict=True))
+    parts = _cut(reading.root, reading, bounds)
+    return MicrobatchSplit(tuple(parts), _sizes(reading, bounds), reading.rows)
 
 
 def split_two(
@@ -91,8 +109,15 @@ def split_two(
     index = max(range(len(sizes) - 1), key=lambda index: _distance(*contents[index : index + 2]))
     start, (first, second) = sum(sizes[:index]), sizes[index : index + 2]
     (together,) = _cut(reading.root, reading, ((start, first + second),))
-    parts = _cut(reading.root, reading, ((start, first), (start + first, second)))
-    return together, MicrobatchSplit(tuple(parts), (first, second), first + second)
+    bounds = ((start, first), (start + first, second))
+    parts = _cut(reading.root, reading, bounds)
+    return together, MicrobatchSplit(tuple(parts), _sizes(reading, bounds), first + second)
+
+
+def _sizes(reading: Reading, bounds: Sequence[tuple[int, int]]) -> Sizes:
+    """Rows of the parts, and what else is counted of them."""
+    counts = [tuple(ends[start + length] - ends[start] for start, length in bounds) for ends in reading.counts.values()]
+    return Sizes((length for _, length in bounds), counts)
 
 
 def _content_of(microbatch: Any) -> list[float]:
@@ -117,8 +142,19 @@ def batch_rows(batch: Any, source: BatchSource = UNKNOWN) -> int | None:
 def _cut(node: Node, reading: Reading, bounds: Sequence[tuple[int, int]]) -> list[Any]:
     """Return the parts of a node for each (start, length) in ``bounds``."""
     value, role = node.value, reading.roles.get(node.path)
+    if role is Role.SAMPLES and is_column(value):
+        return [_cut_column(value, start, start + length) for start, length in bounds]
     if role is Role.SAMPLES:
         return [rebuild(value, value[start : start + length]) for start, length in bounds]
+    if role is Role.COUNTED:
+        return [reading.counted[node.path].cut(value, start, length) for start, length in bounds]
+    if role is Role.ROWS and num_graphs_of(value) is not None:
+        try:
+            return cut_graphs(value, bounds)
+        except GraphsError as error:
+            raise BatchSplitError(
+                f"cannot split the batch into micro-batches: {describe(node)}: {error}. {WAYS_OUT}"
+            ) from error
     if role is Role.ROWS:
         return _cut_rows(value, bounds)
     if any(_is_cut(child, reading) for child in node.children):
@@ -130,8 +166,15 @@ def _cut(node: Node, reading: Reading, bounds: Sequence[tuple[int, int]]) -> lis
 
 
 def _is_cut(node: Node, reading: Reading) -> bool:
-    role = reading.roles.get(node.path)
-    return role in (Role.ROWS, Role.SAMPLES) or any(_is_cut(child, reading) for child in node.children)
+    return reading.roles.get(node.path) in CUT or any(_is_cut(child, reading) for child in node.children)
+
+
+def _cut_column(value: Any, start: int, stop: int) -> Any:
+    """Entries of a sequence that is no list, in its own type if it can be sliced."""
+    try:
+        return value.iloc[start:stop] if hasattr(value, "iloc") else value[start:stop]
+    except TypeError:
+        return [value[index] for index in range(start, stop)]
 
 
 def _cut_rows(value: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:

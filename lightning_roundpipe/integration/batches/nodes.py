@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -12,7 +12,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ...common.trees import children_of
+from .graphs import num_graphs_of
 
+# Sequences that are one thing.
+_NO_COLUMNS = (str, bytes, bytearray, memoryview, list, tuple, Mapping, torch.Tensor, PackedSequence)
+# Entries of a column that are looked at.
+_MOST_LOOKED_AT = 1024
 _REPLICATED = (
     *(type(None), bool, int, float, complex, str, bytes, Enum),
     *(torch.dtype, torch.device, torch.Generator, torch.Size, torch.layout, torch.memory_format),
@@ -37,6 +42,17 @@ def is_sequence(value: Any) -> bool:
     if not isinstance(value, (list, tuple)):
         return False
     return not (hasattr(value, "_fields") or hasattr(value, "n_fields"))  # namedtuple, torch.return_types
+
+
+def is_column(value: Any) -> bool:
+    """Tell sequences that are neither lists nor tuples: arrays of texts and objects, ranges, columns of tables."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, (*_NO_COLUMNS, type)):
+        return False
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value.ndim > 0 and value.dtype.kind in "USO"
+    is_array_like = all(hasattr(type(value), name) for name in ("__len__", "__getitem__", "__array__"))
+    return isinstance(value, Sequence) or is_array_like
 
 
 def rows_of(value: Any) -> int | None:
@@ -84,6 +100,7 @@ class Node:
         path: the way to it, such as ``batch['labels'][0]``.
         rows: leading size of an array, None for everything else.
         kind: "array", "text", "scalar", "object" or "container" if all entries of a sequence but None are of one kind.
+            A table has objects. The entries of a column are no children.
         problem: why the value can be neither cut nor shared.
     """
 
@@ -97,6 +114,10 @@ class Node:
 
 def node_of(value: Any, path: str = "batch") -> Node:
     """The tree of nodes for a batch, or for a part of it."""
+    if (num_graphs := num_graphs_of(value)) is not None:
+        return Node(path, value, rows=num_graphs)
+    if is_column(value):
+        return Node(path, value, kind=_kind_of_column(value))
     children = children_of(value)
     if children is None:
         return Node(path, value, rows=rows_of(value), problem=why_not_split(value))
@@ -106,6 +127,13 @@ def node_of(value: Any, path: str = "batch") -> Node:
         children = []  # long lists of labels and texts need no node for each entry
     nodes = tuple(node_of(entry, path + suffix) for suffix, entry in children)
     return Node(path, value, children=nodes, kind=next(iter(kinds))[0] if len(kinds) == 1 else None)
+
+
+def _kind_of_column(value: Any) -> str | None:
+    if hasattr(value, "iloc"):
+        return "object"
+    kinds = {_kind(value[index])[0] for index in range(min(len(value), _MOST_LOOKED_AT)) if value[index] is not None}
+    return kinds.pop() if len(kinds) == 1 else "object" if kinds else None
 
 
 def walk(node: Node) -> Iterator[Node]:
@@ -141,6 +169,10 @@ def is_floating(array: Any) -> bool:
 
 def describe(node: Node) -> str:
     """How messages name a node."""
+    if is_column(node.value):
+        return f"{node.path} of type {type(node.value).__name__} with {len(node.value)} entries"
+    if num_graphs_of(node.value) is not None:
+        return f"{node.path}, a {type(node.value).__name__} of {node.rows} graphs"
     if is_array(node.value) and not getattr(node.value, "is_nested", False):
         return f"{node.path} of shape {tuple(node.value.shape)}"
     if is_sequence(node.value):

@@ -7,13 +7,17 @@ agree, and how earlier batches of the same loader were read. From that a reading
                                        {"pixels": (4, 3, 8, 8),           rows
                                         "labels": [{..}, {..}, {..}, {..}], samples: not looked into
                                         "scales": [(4, 3), (4, 5)],       columns: looked into, rows
+                                        "points": (11, 3),                counted: 2 + 4 + 2 + 3 rows
+                                        "num_points": [2, 4, 2, 3],       samples
                                         "mask": (1, 8),                   shared
                                         "step": 7}                        shared
 
 - An array is cut along dimension 0 if that has as many rows as there are samples. One of leading size 1, numbers,
-  texts, None and 0-d tensors are shared. Every other array is a misfit.
-- A list with as many entries as there are samples holds samples, and is not looked into. Any other sequence holds
-  columns: every entry is read by itself. If torch's ``default_collate`` has made the batch, all of them do.
+  texts, None and 0-d tensors are shared. Every other array is a misfit, unless something in the batch counts its rows
+  for each sample, see :mod:`counted`. A batch of graphs (:mod:`graphs`) has as many rows as graphs.
+- A list with as many entries as there are samples holds samples, and is not looked into; so does any other sequence, a
+  column of a table or an array of texts. Any other list holds columns: every entry is read by itself. If torch's
+  ``default_collate`` has made the batch, all of them do.
 - The root is where the two are hard to tell apart: ``[x, y]`` for a batch of two samples. A root tuple whose entries
   all have the rows of the batch holds columns, like ``(x, y)``. A list that fits both is refused, unless its entries
   are not alike, so that they cannot be samples. So is a tuple further down, ``(h, c)`` or two samples, and a list if
@@ -24,7 +28,7 @@ agree, and how earlier batches of the same loader were read. From that a reading
   looks like that.
 
 A sequence that was read in one way is read in the same way in later batches. If that does not fit, it is an error:
-the first reading was wrong, or this batch is.
+the first reading was wrong, or this batch is. So it is if what could not be read before fits now, by chance.
 """
 
 from __future__ import annotations
@@ -34,9 +38,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .nodes import Node, are_alike, describe, is_array, is_floating, is_sequence, node_of, rows_seen, walk
+from .counted import Counted, Found, find_counted, num_samples_of
+from .graphs import Bounds, bounds_of_graphs, num_graphs_of
+from .nodes import Node, are_alike, describe, is_array, is_column, is_floating, is_sequence, node_of, rows_seen, walk
 
-_WAYS_OUT = (
+WAYS_OUT = (
     "Split such batches yourself with RoundPipeStrategy(split_batch=fn), or with a method "
     "roundpipe_split_batch(self, batch, num_microbatches) on the LightningModule that returns a list of "
     "micro-batches; or set num_microbatches=1."
@@ -56,7 +62,12 @@ class Role(Enum):
     ROWS = "one row per sample"
     SAMPLES = "one entry per sample"
     COLUMNS = "all samples in every entry"
+    COUNTED = "rows of its own for each sample"
     SHARED = "what all samples share"
+    UNREAD = "rows that could not be told"
+
+
+CUT = (Role.ROWS, Role.SAMPLES, Role.COUNTED)
 
 
 @dataclass(frozen=True)
@@ -89,11 +100,15 @@ class Reading:
     Attributes:
         rows: number of samples; None if nothing tells, so that the batch stays whole.
         roles: path of an array that is cut, or of a sequence -> what it holds.
+        counted: path of what has rows of its own for each sample -> where these are.
+        counts: what there is of for each sample, besides one row -> where these are.
     """
 
     root: Node
     rows: int | None
     roles: dict[str, Role] = field(default_factory=dict)
+    counted: dict[str, Counted] = field(default_factory=dict)
+    counts: dict[str, Bounds] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,6 +119,12 @@ class _Fit:
     single: list[Node] = field(default_factory=list)
     open: list[Node] = field(default_factory=list)
     roles: dict[str, Role] = field(default_factory=dict)
+    found: Found = field(default_factory=Found)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something has rows."""
+        return bool(self.cut or self.found.parts)
 
     def add(self, other: _Fit) -> None:
         self.cut += other.cut
@@ -128,10 +149,23 @@ def read_batch(batch: Any, source: BatchSource = UNKNOWN, held: dict[str, Role] 
         return Reading(root, 1 if rows_seen(root) == {1} else None)
     held = {} if held is None else held
     for rows in source.sizes:
-        fit = _Fitting(rows, source, held).fit(root)
-        if isinstance(fit, _Fit) and fit.cut and rows > 1:
+        fit = _fitted(root, rows, source, held)
+        if isinstance(fit, _Fit) and fit.is_cut and rows > 1:
             return _settled(root, rows, fit, held)
     return _agreed(root, source, held)
+
+
+def _fitted(root: Node, rows: int, source: BatchSource, held: Mapping[str, Role]) -> _Fit | Node:
+    """The batch as so many samples; the part that does not fit if it cannot be. Parts that have rows of their own are
+    only looked for if there is one that does not fit."""
+    fit = _Fitting(rows, source, held).fit(root)
+    if isinstance(fit, Node):
+        found = find_counted(root, rows, {path: role is Role.COUNTED for path, role in held.items()})
+        if found.parts:
+            fit = _Fitting(rows, source, held, found).fit(root)
+            if isinstance(fit, _Fit):
+                fit.found = found
+    return fit
 
 
 def _agreed(root: Node, source: BatchSource, held: dict[str, Role]) -> Reading:
@@ -140,15 +174,15 @@ def _agreed(root: Node, source: BatchSource, held: dict[str, Role]) -> Reading:
         return Reading(root, 1)  # one row is right in any case
     found = {}
     for rows in _candidates(root, held):
-        fit = _Fitting(rows, source, held).fit(root)
-        if isinstance(fit, _Fit) and fit.cut:
+        fit = _fitted(root, rows, source, held)
+        if isinstance(fit, _Fit) and fit.is_cut:
             found[rows] = fit
     if not found:
         if isinstance(_Fitting(-1, source, held).fit(root), _Fit):
             return Reading(root, None)
         raise BatchSplitError(_conflict(root, source, held))
     if len(found) > 1:
-        raise _undecided([f"{rows} rows ({describe(fit.cut[0])})" for rows, fit in found.items()])
+        raise _undecided([f"{rows} rows ({describe((fit.cut or [root])[0])})" for rows, fit in found.items()])
     rows, fit = next(iter(found.items()))
     _check_source(rows, fit, source, held)
     for node in root.children if source.is_joined else (root,):
@@ -173,12 +207,15 @@ def _settled(root: Node, rows: int, fit: _Fit, held: dict[str, Role]) -> Reading
     arrays = [node.value for node in fit.cut if is_array(node.value)]
     is_data = any(array.ndim > 1 or is_floating(array) for array in arrays)
     shapes = {tuple(array.shape[1:]) for array in arrays}
-    tokens = [node for node in fit.single if node.value.ndim > 1 and not is_floating(node.value)]
-    if (fit.single and not is_data) or any(tuple(node.value.shape[1:]) not in shapes for node in tokens):
+    single = [node for node in fit.single if is_array(node.value)]
+    tokens = [node for node in single if node.value.ndim > 1 and not is_floating(node.value)]
+    is_shared = all(tuple(node.value.shape[1:]) in shapes for node in tokens)
+    if not is_shared or (fit.single and not (is_data or fit.found.parts)):
         return Reading(root, 1)  # data of one row beside what belongs to it: lengths, images in a text
     if rows > 1:
         held.update(fit.roles)
-    return Reading(root, rows, roles=fit.roles)
+    counts = {f"{what} of {node.path}": own for node in fit.cut for what, own in bounds_of_graphs(node.value)}
+    return Reading(root, rows, fit.roles, fit.found.parts, counts | fit.found.counts)
 
 
 def _decide_by_siblings(root: Node, fit: _Fit) -> None:
@@ -202,31 +239,41 @@ def _check_source(rows: int, fit: _Fit, source: BatchSource, held: Mapping[str, 
     """
     if not source.sizes or rows <= 1 or source.is_collated:
         return
+    if not fit.cut or any(num_graphs_of(node.value) is not None for node in fit.cut):
+        return  # what counts its samples itself
     size = max(source.sizes)
     named = f"its DataLoader gives {size} samples per batch, but {describe(fit.cut[0])} has {rows} rows"
     if rows > size or (len(fit.cut) == 1 and rows < size and fit.cut[0].path not in held):
-        raise BatchSplitError(f"cannot split the batch into micro-batches: {named}. {_WAYS_OUT}")
+        raise BatchSplitError(f"cannot split the batch into micro-batches: {named}. {WAYS_OUT}")
     for node in fit.cut:
         if is_array(node.value) and node.value.ndim > 1 and node.value.shape[1] == size:
             raise BatchSplitError(
                 f"cannot split the batch into micro-batches: its DataLoader gives {size} samples per batch, and "
-                f"{describe(node)} may have them in its second dimension. {_WAYS_OUT}"
+                f"{describe(node)} may have them in its second dimension. {WAYS_OUT}"
             )
 
 
 class _Fitting:
     """One attempt to read a batch as ``rows`` samples."""
 
-    def __init__(self, rows: int, source: BatchSource, held: Mapping[str, Role]) -> None:
+    def __init__(self, rows: int, source: BatchSource, held: Mapping[str, Role], found: Found | None = None) -> None:
         self._rows = rows
         self._source = source
         self._held = held
+        self._counted = {} if found is None else found.parts
         self._is_known = rows in source.sizes  # the DataLoader says that there are as many
 
     def fit(self, node: Node, depth: int = 0) -> _Fit | Node:
         """How the node is read; the part that does not fit if it cannot be."""
+        held = self._held.get(node.path)
+        if node.path in self._counted or (held is Role.COUNTED and (node.rows is not None or node.kind)):
+            if node.path not in self._counted or held not in (None, Role.COUNTED):
+                return node
+            return _Fit(roles={node.path: Role.COUNTED})
         if node.rows is not None:
             if node.rows == self._rows:
+                if held is Role.UNREAD:
+                    return node  # it fits by chance
                 return _Fit(cut=[node], roles={node.path: Role.ROWS})
             return _Fit(single=[node]) if node.rows == 1 else node
         if node.problem:
@@ -242,13 +289,17 @@ class _Fitting:
             if isinstance(part, Node):
                 return part
             whole.add(part)
+        if not node.children and node.kind in ("array", "container", "object"):
+            return node  # a column of another length
         if is_sequence(node.value):
             whole.roles[node.path] = Role.COLUMNS if whole.cut else Role.SHARED
         return whole
 
     def _fit_sequence(self, node: Node, depth: int) -> _Fit | Node:
         """A sequence with as many entries as there are samples."""
-        columns = self._fit_entries(node, depth)
+        if node.children and all(num_samples_of(child.value) == self._rows for child in node.children):
+            return self._fit_entries(node, depth)  # graphs of all samples in each
+        columns = _Fit() if is_column(node.value) else self._fit_entries(node, depth)
         samples = _Fit(cut=[node], roles={node.path: Role.SAMPLES})
         if (held := self._held.get(node.path)) is not None:
             return samples if held is Role.SAMPLES else columns
@@ -302,11 +353,11 @@ def _may_be_sample(root: Node, cut: list[Node]) -> bool:
 
 def _undecided(readings: list[str]) -> BatchSplitError:
     return BatchSplitError(
-        f"cannot split the batch into micro-batches: it can be read as {' or '.join(readings)}. {_WAYS_OUT}"
+        f"cannot split the batch into micro-batches: it can be read as {' or '.join(readings)}. {WAYS_OUT}"
     )
 
 
-def _conflict(root: Node, source: BatchSource, held: Mapping[str, Role]) -> str:
+def _conflict(root: Node, source: BatchSource, held: dict[str, Role]) -> str:
     """What does not fit, in words."""
     votes: dict[int, list[Node]] = {}
     for node in walk(root):
@@ -319,22 +370,29 @@ def _conflict(root: Node, source: BatchSource, held: Mapping[str, Role]) -> str:
         return sum(id(node) not in nested for node in votes[rows]), rows in source.sizes, len(votes[rows])
 
     rows = max(votes, key=weight, default=-1)
-    found = _Fitting(rows, source, held).fit(root)
-    offender = found if isinstance(found, Node) else root
+    fit = _fitted(root, rows, source, held)
+    offender = fit if isinstance(fit, Node) else root
     text = f"cannot split the batch into micro-batches: {describe(offender)}"
     text += f" cannot be split ({offender.problem})" if offender.problem else " does not fit"
     if (was := _reading_before(root, offender, rows, held)) is not None:
         text += f" the reading of earlier batches, in which {was} held {held[was].value}"
     if votes:
         text += f", and the batch size is {rows} by {describe(votes[rows][0])}"
-    return f"{text}. {_WAYS_OUT}"
+    unclear = find_counted(root, rows, {}).unclear
+    if offender.path in unclear:
+        text += f" ({unclear[offender.path]})"
+    elif unclear:
+        text += f" ({next(iter(unclear))}: {next(iter(unclear.values()))})"
+    if offender.rows not in (None, rows):
+        held.setdefault(offender.path, Role.UNREAD)
+    return f"{text}. {WAYS_OUT}"
 
 
 def _reading_before(root: Node, offender: Node, rows: int, held: Mapping[str, Role]) -> str | None:
     """The path of what earlier batches have settled, and this one contradicts."""
     for node in walk(root):
         role = held.get(node.path)
-        if node is offender and role in (Role.ROWS, Role.SAMPLES):
+        if node is offender and (role in CUT or (role is Role.UNREAD and node.rows == rows)):
             return node.path
         if role is Role.COLUMNS and len(node.value) == rows and any(part is offender for part in walk(node)):
             return node.path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from ..steps.notices import Notices
 from .changes import Changes
 from .loaders import Readings
 from .loss_weight import LossWeights, name_of
-from .microbatches import MicrobatchSplit, batch_rows, split_batch, split_two
+from .microbatches import MicrobatchSplit, Sizes, batch_rows, split_batch, split_two
+from .nodes import is_array
 from .packed import Packed, find_packed, split_packed
 from .reading import UNKNOWN, BatchSource, Role
 
@@ -141,7 +142,8 @@ class BatchSplitter:
             return None
         together = split(batch, max(1, num_microbatches // 2))[0]
         parts = tuple(split(together, 2))
-        return None if len(parts) != 2 else (together, MicrobatchSplit(parts, _sizes_of(parts, UNKNOWN)[0], None))
+        sizes, _ = _sizes_of(parts, UNKNOWN, self._loss_weight)
+        return None if len(parts) != 2 else (together, MicrobatchSplit(parts, sizes, None))
 
     def _cut_packed(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
         packed = find_packed(batch)
@@ -149,7 +151,7 @@ class BatchSplitter:
 
     def _split_by_user(self, split: Split, batch: Any, num_microbatches: int, source: BatchSource) -> MicrobatchSplit:
         microbatches = _checked(split, split(batch, num_microbatches), batch)
-        sizes, is_certain = _sizes_of(microbatches, source)
+        sizes, is_certain = _sizes_of(microbatches, source, self._loss_weight)
         if not is_certain and self._loss_weight in ("auto", "samples") and len(microbatches) > 1:
             self._notices.warn(
                 "rows",
@@ -173,15 +175,38 @@ def _checked(split: Split, parts: Any, batch: Any) -> tuple[Any, ...]:
     return microbatches
 
 
-def _sizes_of(microbatches: tuple[Any, ...], source: BatchSource) -> tuple[tuple[int, ...], bool]:
+def _sizes_of(microbatches: tuple[Any, ...], source: BatchSource, loss_weight: Any) -> tuple[Sizes, bool]:
     """Rows of the micro-batches that a user's function made, and whether that is certain."""
-    rows = [batch_rows(microbatch) for microbatch in microbatches]
-    lengths = [len(microbatch) if isinstance(microbatch, list) else None for microbatch in microbatches]
-    readings = [[n for n in found if n is not None] for found in (rows, lengths)]
-    complete = [tuple(found) for found in readings if len(found) == len(microbatches)]
-    for found in complete:
-        if sum(found) in source.sizes:
-            return found, True
-    if None in rows:
-        return (1,) * len(microbatches), False
-    return complete[0], not source.sizes or sum(complete[0]) <= source.sizes[0]
+    counters = (_rows_in, _length_of, _graphs_in)
+    readings = [[n for part in microbatches if (n := count(part)) is not None] for count in counters]
+    readings = [found if len(found) == len(microbatches) else [] for found in readings]
+    complete = [found for found in readings if found]
+    if any(sum(found) in source.sizes for found in complete):
+        return Sizes(next(found for found in complete if sum(found) in source.sizes), complete), True
+    if callable(loss_weight):  # what it counts outputs may have a row of
+        given = [float(loss_weight(microbatch)) for microbatch in microbatches]
+        complete += [[int(n) for n in given]] if all(n.is_integer() for n in given) else []
+    # A list may hold columns; an object that has a length has it for a reason.
+    own = [] if any(isinstance(microbatch, list) for microbatch in microbatches) or source.sizes else readings[1:]
+    rows = next((found for found in (readings[0], *own) if found), None)
+    if rows is not None:
+        return Sizes(rows, complete), not source.sizes or sum(rows) <= source.sizes[0]
+    return Sizes((1,) * len(microbatches), complete), False
+
+
+def _rows_in(microbatch: Any) -> int | None:
+    rows = batch_rows(microbatch)
+    if rows is None and not isinstance(microbatch, Mapping):  # an object may have rows in its attributes
+        arrays = {name: value for name, value in getattr(microbatch, "__dict__", {}).items() if is_array(value)}
+        rows = batch_rows(arrays)
+    return rows
+
+
+def _length_of(microbatch: Any) -> int | None:
+    is_record = isinstance(microbatch, (Mapping, tuple, str, Tensor))
+    return len(microbatch) if isinstance(microbatch, Sized) and not is_record else None
+
+
+def _graphs_in(microbatch: Any) -> int | None:
+    found = getattr(microbatch, "num_graphs", None)
+    return found if isinstance(found, int) else None

@@ -201,7 +201,7 @@ class Proof:
         rules: tuple[Rule, ...] = ()
         if pair is not None and isinstance(outcomes, tuple):
             parts = pair.parts
-            rules = weights.candidates(parts.microbatches)
+            rules = weights.candidates(parts.microbatches, parts.sizes)
             if len(rules) > 1 and not outcomes[1].are_draws_lost:
                 for rule in RULES:
                     _, loss_weights = weights.of(parts.microbatches, parts.sizes, rule) if rule in rules else ((), ())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...devices.pool import DevicePool
 from ...engine.requests import StepRequest, StepResult
-from ...lightning_packages import TrainerFn, pl
+from ...lightning_packages import PossibleUserWarning, TrainerFn, pl
 from ...options import RoundPipeOptions
 from ...planning.costs import Machine
 from ...ranks.buckets import EACH_FOR_ITSELF, Owners
@@ -31,7 +31,7 @@ from ...ranks.reduction import StepReduction
 from ...reporting.host_report import HostReport
 from ...reporting.tracing import Recordings
 from ...usercode.lock import current
-from ..batches.merging import merge_outputs
+from ..batches.merging import apart_in, merge_outputs
 from ..batches.reading import BatchSplitError
 from ..batches.splitting import Batches, BatchSplitter
 from ..checks import check_modes
@@ -170,6 +170,7 @@ class Steps:
             batches.changes.bring_back(batch)
             logs.replay(batches)
             self._look_at_first(name, batches)
+            self._look_at_outputs(name, batches, result.outputs)
             if name == "training_step" and self.report is not None:
                 plan = self.engine.plan_of(name)
                 self.report.note_step(self.engine.working_copies.expected_bytes, None if plan is None else plan.step)
@@ -202,6 +203,20 @@ class Steps:
             self._has_trained = True
             if "rows of training_step" not in self._notices.given:
                 hint_at_single(self._notices, batches, self._retry.wanted(name), len(self._pool))
+
+    def _look_at_outputs(self, name: str, batches: Batches, outputs: Sequence[Any]) -> None:
+        """After a step: if how many rows the micro-batches have is not known, some outputs may not be joined."""
+        if batches.batch_size is not None or len(outputs) < 2 or f"outputs of {name}" in self._notices.given:
+            return
+        path = apart_in(outputs, batches.sizes)
+        if path is not None:
+            self._notices.warn(
+                f"outputs of {name}",
+                f"output{path} of {name} is a list of what each of the {len(outputs)} micro-batches gives, because how "
+                "many rows these have cannot be told. Give micro-batches a __len__, or the number as "
+                "RoundPipeStrategy(loss_weight=function from a micro-batch to its number of rows)",
+                category=PossibleUserWarning,
+            )
 
     def _attempt(
         self, name: str, call: Callable[[Any], Any], batches: Batches, loss_scale: float

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from tests.support.loaders import Loader
-from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer
+from tests.support.parity import both, both_refuse, compare, make_loader, make_trainer, ready
 from tests.support.small import Small
 
 
@@ -152,9 +152,65 @@ def test_rows_that_cannot_be_told_are_warned_of() -> None:
     class Takes(TakesOpaque, Small):
         pass
 
-    trainer = make_trainer(options={"split_batch": split_opaque}, num_microbatches=2)
-    with pytest.warns(UserWarning, match=r"2 micro-batches of split_opaque .*weigh as if it were 1, 1.*loss_weight="):
-        trainer.fit(Takes(), batches_of(make_loader(16), Opaque))
+    trainer = make_trainer(options={"split_batch": split_in_kind}, num_microbatches=2)
+    with pytest.warns(UserWarning, match=r"2 micro-batches of split_in_kind .*weigh as if it were 1, 1.*loss_weight="):
+        trainer.fit(Takes(), batches_of(make_loader(16), Untold))
+
+
+class Sized(Opaque):
+    """An object that says how many samples it has, in a way that its attributes do not show."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.rest = x, y, torch.zeros(7)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+class Graphs(Sized):
+    __len__: Any = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.x)
+
+
+class Untold(Sized):
+    __len__: Any = None
+
+
+class Predicts(Small):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self(batch.x), "y": batch.y}
+
+
+def split_in_kind(batch: Any, num_microbatches: int) -> list[Any]:
+    return [type(batch)(part.x, part.y) for part in split_opaque(batch, num_microbatches)]
+
+
+@pytest.mark.parametrize("kind", [Opaque, Sized, Graphs, Untold])
+def test_outputs_of_own_microbatches_are_joined(kind: Any) -> None:
+    """By rows that their attributes agree on, by their own number, or by what weighs them."""
+    options: dict[str, Any] = {"split_batch": split_in_kind}
+    if kind is Untold:
+        options["loss_weight"] = lambda batch: len(batch.x)
+    batches = [kind(x, y) for x, y in make_loader()]
+
+    def act(which: str) -> Any:
+        return make_trainer(which, options=options).predict(Predicts(), ready(batches))
+
+    assert [len(output["logits"]) for output in both(act)] == [8, 8, 4]
+
+
+def test_outputs_that_cannot_be_joined_are_told_of_once() -> None:
+    trainer = make_trainer(options={"split_batch": split_in_kind, "check_split": "off"}, num_microbatches=2)
+    with pytest.warns(UserWarning, match="cannot be told") as caught:
+        outputs = trainer.predict(Predicts(), ready([Untold(x, y) for x, y in make_loader()]))
+    assert [[len(part) for part in output["logits"]] for output in outputs] == [[4, 4], [4, 4], [2, 2]]
+    told = [str(one.message) for one in caught if "is a list of what each" in str(one.message)]
+    assert len(told) == 1
+    for word in ("output['logits'] of predict_step", "__len__", "loss_weight="):
+        assert word in told[0]
 
 
 # --- what training_step returns ----------------------------------------------------------------------------------
