@@ -192,7 +192,7 @@ def test_host_state_takes_18_bytes_per_trained_weight() -> None:
     workload = llama()
     count = workload.shape.num_weights
     assert sum(workload.host_state(1).values()) == 18 * count
-    assert sum(workload.host_state(2).values()) == sum(workload.host_state(3).values()) == 22 * count
+    assert sum(workload.host_state(2).values()) == 22 * count
     assert sum(llama(dtype="fp32").host_state(1).values()) == 16 * count
     adapted = llama(lora_rank=16)
     assert sum(adapted.host_state(1).values()) == 2 * count + 18 * adapted.num_trained

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 
-from ..arguments import Subparsers, add_command, add_json, add_no_split, add_option, parse_count, parse_tflops
+from ..arguments import Subparsers, add_command, add_json, add_no_split, add_option, parse_count, parse_devices, parse_tflops
 from ..memory import BYTES_PER_WEIGHT
 from ..output import show
 from .assumptions import assumed, assumptions
@@ -63,7 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--optimizer", choices=kinds, default="synchronous", help=updates)
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
-    add_option(machine, "--devices", parse_count, "N", "number of GPUs (default: 1)", default=1)
+    add_option(machine, "--devices", parse_devices, "N", "number of GPUs (default: 1)", default=1)
     add_option(machine, "--host-memory", parse_bytes, "SIZE", "such as 800GB (default: no limit, only said)")
     copies = "what copies from and to all GPUs reach together, and the optimizer on the host, where it was measured"
     add_option(machine, "--host-bandwidth", parse_bandwidth, "RATE", copies)

@@ -48,6 +48,7 @@ class Cluster:
         round_size: Micro-batches that walk through the stages together.
         optimizer: Whether the next step waits for the optimizer.
         paces: What real code reaches, at worst and at best.
+        accumulates: Whether gradients add up over several steps before an update.
     """
 
     num_devices: int
@@ -58,14 +59,16 @@ class Cluster:
     optimizer: Literal["synchronous", "asynchronous"] = "synchronous"
     may_split: bool = True
     paces: tuple[Pace, Pace] = (SLOW, FAST)
+    accumulates: bool = False
 
     def num_microbatches(self, microbatch_size: int) -> int:
         """Micro-batches of a step."""
         return -(-self.batch_size // microbatch_size)
 
-    def num_rounds(self, microbatch_size: int) -> int:
-        """Rounds of a step."""
-        return -(-self.num_microbatches(microbatch_size) // self.round_size)
+    def num_gradient_sets(self, microbatch_size: int) -> int:
+        """Sets of gradients on the host; see [Note: bytes per weight]."""
+        is_one_round = self.num_microbatches(microbatch_size) <= self.round_size
+        return 1 if is_one_round and not self.accumulates else 2
 
 
 def device_needs(workload: Workload, cluster: Cluster, microbatch_size: int) -> tuple[CallCost, int]:
@@ -81,7 +84,7 @@ def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> di
     """Bytes in host memory by purpose; see [Note: memory of the host]."""
     # Of a round that drains and one that fills.
     in_flight = min(cluster.batch_size, 2 * cluster.round_size * microbatch_size)
-    states = workload.host_state(cluster.num_rounds(microbatch_size))
+    states = workload.host_state(cluster.num_gradient_sets(microbatch_size))
     return {**states, "activations": in_flight * workload.host_bytes_per_sequence(), "runtime": _RUNTIME_BYTES}
 
 

@@ -128,11 +128,11 @@ class Workload:
         size = _FP32 if self.lora_rank is None else self.element_bytes
         return num_calls * self.seq_len * self.shape.hidden * size
 
-    def host_state(self, num_rounds: int) -> dict[str, int]:
-        """Bytes that stay in host memory, by purpose; `num_rounds` of a step."""
+    def host_state(self, num_sets: int) -> dict[str, int]:
+        """Bytes that stay in host memory, by purpose; `num_sets` of gradients."""
         size = self.element_bytes
         frozen = 0 if self.lora_rank is None else self.shape.num_weights
-        return host_states(self.num_trained * size, frozen * size, size, num_rounds)
+        return host_states(self.num_trained * size, frozen * size, size, num_sets)
 
 
 def cost_profile(workload: Workload, microbatch_size: int, pace: Pace) -> CostProfile:
