@@ -337,10 +337,10 @@ def test_models_that_are_refused(tmp_path: Path, run_failing: RunFailing) -> Non
     assert "is not JSON" in message(str(tmp_path))
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     assert "holds no JSON object" in message(str(tmp_path / "config.json"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
     assert "there are no formulas for it" in message(str(tmp_path))
     for missing in (str(tmp_path / "other.json"), "another/small"):
         text = message(missing)
-        assert f"--model {missing} is no file and no folder with a config.json, and does not come with" in text
+        assert f"--model {missing} is no file and no folder with a config.json, does not come with" in text
         assert "pass the path of its config.json or of a folder with one, or one of Qwen3-0.6B, " in text
         assert "hf download ORGANISATION/NAME config.json" in text

@@ -1,4 +1,4 @@
-"""The memory of the host that the estimate counts, beside the runs that were measured on a GPU (docs/measurements/gpu)."""
+"""The memory of the host that the estimate counts, beside the runs that were measured on a GPU."""
 
 from __future__ import annotations
 

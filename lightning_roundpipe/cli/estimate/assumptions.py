@@ -67,6 +67,11 @@ def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
     loss = f"The loss takes {per_token} per token for logits and their gradients; --chunked-loss says that it does not."
     if workload.chunked_loss:
         loss = f"Head and loss run in chunks of {LOSS_CHUNK:,} tokens."
+    built = (
+        f"The type {shape.model_type} has no formulas: transformers built the model without its weights. Their number "
+        "is exact; every layer is taken to run on all tokens, with attention and an MLP of its widths, every model to "
+        "have a head."
+    )
     length = f" The model is configured for {shape.max_length:,}." if shape.max_length else ""
     return [
         "Where two figures stand side by side, the slow end of the range takes the first, the fast end the second.",
@@ -87,4 +92,5 @@ def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
         f"LoRA has rank {workload.lora_rank} on the matrices of attention and dense MLP; routed experts are frozen.",
         loss,
         f"The longest sequence is an upper limit, with one sequence per micro-batch.{length}",
+        *([built] if shape.is_built else []),
     ]

@@ -156,7 +156,8 @@ class _Clock:
 
     def embedding(self) -> CallCost:
         """Rows of a table; its gradient is a table of its own per micro-batch."""
-        table = self.workload.shape.num_embedding * self.size
+        shape = self.workload.shape
+        table = (shape.num_embedding + shape.num_other) * self.size
         trained = 0 if self.is_lora else table
         return self._call(
             "embedding",
