@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_roundpipe.__about__ import __version__
 
 from . import doctor, estimate, plan, simulate, timeline
-from .arguments import Subparsers
+from .arguments import Subparsers, with_negative_values
 
 __all__ = ["main"]
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: From argparse, for ``--help``, ``--version`` and wrong arguments (status 2).
     """
-    args = _make_parser().parse_args(argv)
+    args = _make_parser().parse_args(with_negative_values(sys.argv[1:] if argv is None else argv))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # units may have names that the terminal cannot show
     try:

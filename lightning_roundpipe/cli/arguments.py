@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 from lightning_roundpipe.reporting.pictures import check_picture, draw_timelines
 
 from .memory import BYTES_PER_WEIGHT
+
+# Of one machine; the time to plan grows with them.
+_MOST_DEVICES = 64
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -51,6 +55,14 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_devices(text: str) -> int:
+    """Read a number of devices: as many as one process may have, whose step is planned in seconds."""
+    number = parse_count(text)
+    if number > _MOST_DEVICES:
+        raise ValueError(f"{text!r} is more than {_MOST_DEVICES}: pass the devices of one machine.")
+    return number
+
+
 def parse_ms(text: str) -> float:
     """Read a bare number of ms, at least 0."""
     return _parse_number(text, "milliseconds", "1.6", lambda value: value >= 0)
@@ -69,6 +81,18 @@ def _parse_number(text: str, unit: str, example: str, is_allowed: Callable[[floa
     if not (math.isfinite(value) and is_allowed(value)):
         raise ValueError(f"{text!r} is not a number of {unit}: write one like {example}.")
     return value
+
+
+def with_negative_values(argv: Sequence[str]) -> list[str]:
+    """Arguments in which a value like -64GB belongs to the option before it, whose own message says what is wrong with
+    it: argparse would take it for an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and re.match(r"-[\d.]", word) and re.fullmatch(r"--[\w-]+", joined[-1]):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +118,7 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", required=True, metavar="FILE", help="cost profile: milliseconds and bytes per call, as JSON"
     )
-    add_option(parser, "--devices", parse_count, "N", "number of devices", required=True, dest="num_devices")
+    add_option(parser, "--devices", parse_devices, "N", "number of devices", required=True, dest="num_devices")
     add_option(parser, "--microbatches", parse_count, "M", "micro-batches per step", required=True)
     rounds = "micro-batches that walk through the stages together (default: two per device, a training may take more)"
     add_option(parser, "--round-size", parse_count, "R", rounds)

@@ -4,6 +4,9 @@
 A profile gives bytes, in the type that travels (``--dtype``). The rest follows from it and is stated with every result:
 as many weights are trained as have gradients; their masters, gradients and the two moments of AdamW are fp32, 4 bytes
 each. Frozen weights are kept as they travel, once. A unit that is called several times is counted once, by its name.
+In a step of several rounds two sets of gradients are there: those of the step before go when the user's code has run
+for all micro-batches, and by then the first round has brought new ones home. Where gradients accumulate over steps, the
+old ones stay, and there are two sets as well.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from lightning_roundpipe.planning import CallCost, CostProfile, Schedule, StepPl
 
 BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4}
 HOST_ASSUMPTION = (
-    "trained weights: fp32 masters and gradients, AdamW with 8 bytes each; frozen ones as they travel; at "
-    "most the inputs of all calls that are recomputed"
+    "trained weights: fp32 masters and gradients (two sets where a step has several rounds), AdamW with 8 bytes each; "
+    "frozen ones as they travel; at most the inputs of all calls that are recomputed"
 )
 BOUND_ASSUMPTION = (
     "weights, gradients, fp32 masters and AdamW state on the devices, inputs of all calls kept for recompute, the "
@@ -37,24 +40,27 @@ def host_memory(plan: StepPlan, profile: CostProfile, num_microbatches: int, dty
         dtype: Type of the weights in the profile, one of `BYTES_PER_WEIGHT`.
     """
     weight_bytes, gradient_bytes = _state_bytes(profile.calls)
-    states = host_states(gradient_bytes, max(0, weight_bytes - gradient_bytes), BYTES_PER_WEIGHT[dtype])
+    num_sets = 1 if num_microbatches <= (plan.round_size or num_microbatches) else 2
+    frozen_bytes = max(0, weight_bytes - gradient_bytes)
+    states = host_states(gradient_bytes, frozen_bytes, BYTES_PER_WEIGHT[dtype], num_sets)
     memory = {**states, "activations": plan.host_activation_bytes(profile, num_microbatches)}
     return {**memory, "total": sum(memory.values())}
 
 
-def host_states(trained_bytes: int, frozen_bytes: int, size: int) -> dict[str, int]:
+def host_states(trained_bytes: int, frozen_bytes: int, size: int, num_sets: int) -> dict[str, int]:
     """Return what stays in host memory, in bytes by purpose; see [Note: bytes per weight].
 
     Args:
         trained_bytes, frozen_bytes: Bytes of the trained and of the frozen weights, as they travel.
         size: Bytes of a weight as it travels.
+        num_sets: Of gradients.
     """
     return {
         "frozen weights": frozen_bytes,
         "master weights": trained_bytes * _FP32 // size,
         # fp32 masters travel themselves.
         "working copy": trained_bytes if size < _FP32 else 0,
-        "gradients": trained_bytes * _FP32 // size,
+        "gradients": trained_bytes * _FP32 // size * num_sets,
         "optimizer state": trained_bytes * _ADAMW // size,
     }
 

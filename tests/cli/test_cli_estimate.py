@@ -134,6 +134,12 @@ def test_host_memory_counts_what_is_in_flight() -> None:
     assert host_bytes(wanted, cluster(), 1)["activations"] == 32 * one  # two rounds of 16
     assert host_bytes(wanted, cluster(), 3)["activations"] == 64 * one  # 22 micro-batches, but no more than the batch
     assert host_bytes(wanted, cluster(batch_size=7), 1)["activations"] == 7 * one
+    gradients = 4 * wanted.shape.num_weights
+    sets = [
+        host_bytes(wanted, cluster(**options), size)["gradients"] / gradients
+        for options, size in (({}, 4), ({}, 3), ({"accumulates": True}, 4))  # one round of 16, two, one
+    ]
+    assert sets == [1, 2, 2]
     needed = sum(host_bytes(wanted, cluster(), 1).values())
     assert fits_host(wanted, cluster(host_bytes=needed), 1)
     assert not fits_host(wanted, cluster(host_bytes=needed - 1), 1)
@@ -196,12 +202,12 @@ def test_short_host_memory_is_said_with_what_helps(small: str, run_json: RunJson
         assert problem["what"] == "host memory"
         return str(problem["helps"][0])
 
-    smaller = first_help("--host-memory", "60GB", "--microbatch-size", "4")
+    smaller = first_help("--host-memory", "77GB", "--microbatch-size", "4")
     assert smaller == "--microbatch-size 1"
-    assert first_help("--host-memory", "55GB", "--microbatch-size", "4").endswith("with gradient accumulation")
+    assert first_help("--host-memory", "70GB", "--microbatch-size", "4").endswith("with gradient accumulation")
     for host_memory, more in (
-        ("60GB", smaller.split()),
-        ("55GB", first_help("--host-memory", "55GB").split()[:2]),
+        ("77GB", smaller.split()),
+        ("70GB", first_help("--host-memory", "70GB").split()[:2]),
     ):
         method = estimate(run_json, small, *options, "--host-memory", host_memory, *more)["methods"]["full"]
         assert method["fits"]
@@ -311,6 +317,9 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("--gpu", "rtx4090", "--microbatch-size", "many"), "'many' is not a whole number of at least 1. Or write auto."),
     (("--gpu", "rtx4090", "--tflops", "0"), "'0' is not a number of TFLOP/s"),
     (("--gpu", "rtx4090", "--host-memory", "800"), "'800' lacks a unit"),
+    (("--gpu", "rtx4090", "--host-memory", "-64GB"), "'-64GB' is not a size: write one like 24GiB"),
+    (("--gpu", "rtx4090", "--devices", "-1"), "'-1' is not a whole number of at least 1"),
+    (("--gpu", "rtx4090", "--devices", "100000"), "'100000' is more than 64: pass the devices of one machine"),
 ]
 
 
@@ -328,10 +337,10 @@ def test_models_that_are_refused(tmp_path: Path, run_failing: RunFailing) -> Non
     assert "is not JSON" in message(str(tmp_path))
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     assert "holds no JSON object" in message(str(tmp_path / "config.json"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
     assert "there are no formulas for it" in message(str(tmp_path))
     for missing in (str(tmp_path / "other.json"), "another/small"):
         text = message(missing)
-        assert f"--model {missing} is no file and no folder with a config.json, and does not come with" in text
+        assert f"--model {missing} is no file and no folder with a config.json, does not come with" in text
         assert "pass the path of its config.json or of a folder with one, or one of Qwen3-0.6B, " in text
         assert "hf download ORGANISATION/NAME config.json" in text

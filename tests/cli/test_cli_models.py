@@ -159,8 +159,6 @@ def test_windows_follow_the_rules_of_the_model_type(
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 8}, "has no 'model_type', and there are no formulas for it. Known are llama, mistral"),
     ({"model_type": "mamba"}, "has model type 'mamba', and there are no formulas"),
-    ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "with latent attention ('kv_lora_rank')"),
-    ({"model_type": "gemma3", "text_config": {}}, "pass a config.json that holds only its text_config"),
     ({"model_type": "llama", **SIZES, "hidden_size": None}, "has no 'hidden_size', which must be a whole number"),
     ({"model_type": "llama", **SIZES, "vocab_size": "many"}, "has 'many' as 'vocab_size'"),
     ({"model_type": "mistral", **SIZES, "num_key_value_heads": None}, "has no 'num_key_value_heads'"),

@@ -191,11 +191,13 @@ def test_lora_has_gradients_of_its_adapters_only() -> None:
 def test_host_state_takes_18_bytes_per_trained_weight() -> None:
     workload = llama()
     count = workload.shape.num_weights
-    assert sum(workload.host_state().values()) == 18 * count
-    assert sum(llama(dtype="fp32").host_state().values()) == 16 * count
+    assert sum(workload.host_state(1).values()) == 18 * count
+    assert sum(workload.host_state(2).values()) == 22 * count
+    assert sum(llama(dtype="fp32").host_state(1).values()) == 16 * count
     adapted = llama(lora_rank=16)
-    assert sum(adapted.host_state().values()) == 2 * count + 18 * adapted.num_trained
-    assert workload.host_bytes_per_sequence() == 34 * 2048 * 4096 * 2
+    assert sum(adapted.host_state(1).values()) == 2 * count + 18 * adapted.num_trained
+    assert workload.host_bytes_per_sequence() == 34 * 2048 * 4096 * 4
+    assert adapted.host_bytes_per_sequence() == 34 * 2048 * 4096 * 2  # a frozen embedding in bf16
 
 
 def test_times_follow_the_work() -> None:

@@ -1,7 +1,8 @@
 """``roundpipe estimate``: would a model train on a machine, how fast, and with how long sequences.
 
-``resolve`` finds a model's configuration, ``models`` reads its shape, ``workload`` turns shape and GPU (``gpus``) into
-costs, ``feasibility`` says whether and how fast it runs, ``report`` and ``assumptions`` say so in words.
+``resolve`` finds a model's configuration, ``models`` reads its shape or ``built`` builds the model, ``workload`` turns
+shape and GPU (``gpus``) into costs, ``feasibility`` says whether and how fast it runs, ``report`` and ``assumptions``
+say so in words.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from dataclasses import asdict, replace
 
 from lightning_roundpipe.planning.quantities import parse_bandwidth, parse_bytes
 
-from ..arguments import Subparsers, add_command, add_json, add_no_split, add_option, parse_count, parse_tflops
+from ..arguments import (
+    Subparsers,
+    add_command,
+    add_json,
+    add_no_split,
+    add_option,
+    parse_count,
+    parse_devices,
+    parse_tflops,
+)
 from ..memory import BYTES_PER_WEIGHT
 from ..output import show
 from .assumptions import assumed, assumptions
@@ -43,7 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command's arguments."""
     summary = "say whether a model fits on a machine, how fast, with how long sequences"
     parser = add_command(subparsers, "estimate", summary, _DESCRIPTION, _EXAMPLES)
-    models = "config.json, a folder with one, or a name that comes with the package (qwen3-32b)"
+    models = "config.json, a folder with one, or a name: of the package (qwen3-32b) or of the Hugging Face cache"
     parser.add_argument("--model", required=True, metavar="MODEL", help=models)
     add_option(parser, "--seq-len", parse_count, "T", "tokens per sequence", required=True)
     add_option(parser, "--batch-size", parse_count, "B", "sequences per optimizer step (default: 64)", default=64)
@@ -63,7 +73,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--optimizer", choices=kinds, default="synchronous", help=updates)
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", required=True, metavar="NAME", help="such as rtx4090, a100-80, h200; or custom")
-    add_option(machine, "--devices", parse_count, "N", "number of GPUs (default: 1)", default=1)
+    add_option(machine, "--devices", parse_devices, "N", "number of GPUs (default: 1)", default=1)
     add_option(machine, "--host-memory", parse_bytes, "SIZE", "such as 800GB (default: no limit, only said)")
     copies = "what copies from and to all GPUs reach together, and the optimizer on the host, where it was measured"
     add_option(machine, "--host-bandwidth", parse_bandwidth, "RATE", copies)

@@ -67,6 +67,11 @@ def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
     loss = f"The loss takes {per_token} per token for logits and their gradients; --chunked-loss says that it does not."
     if workload.chunked_loss:
         loss = f"Head and loss run in chunks of {LOSS_CHUNK:,} tokens."
+    built = (
+        f"The type {shape.model_type} has no formulas: transformers built the model without its weights. Their number "
+        "is exact; every layer is taken to run on all tokens, with attention and an MLP of its widths, every model to "
+        "have a head."
+    )
     length = f" The model is configured for {shape.max_length:,}." if shape.max_length else ""
     return [
         "Where two figures stand side by side, the slow end of the range takes the first, the fast end the second.",
@@ -81,9 +86,11 @@ def assumptions(workload: Workload, cluster: Cluster) -> list[str]:
         f"operator after the other, or fused); it is {cluster.optimizer}.",
         f"{format_bytes(workload.gpu.memory_bytes - cluster.device_bytes)} of a GPU go to CUDA and to the allocator. "
         "Inputs and outputs of a call are there twice, for the copies under way.",
-        "The host keeps fp32 masters and gradients, AdamW's two moments and a working copy of what is trained, one "
-        f"copy of what is frozen, and the inputs of all layers for up to {2 * cluster.round_size} micro-batches.",
+        "The host keeps fp32 masters and gradients (two sets where a step has several rounds), AdamW's two moments and "
+        "a working copy of what is trained, one copy of what is frozen, and the inputs of all layers for up to "
+        f"{2 * cluster.round_size} micro-batches, in fp32 where weights are fp32 masters.",
         f"LoRA has rank {workload.lora_rank} on the matrices of attention and dense MLP; routed experts are frozen.",
         loss,
         f"The longest sequence is an upper limit, with one sequence per micro-batch.{length}",
+        *([built] if shape.is_built else []),
     ]

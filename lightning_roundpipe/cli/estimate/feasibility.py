@@ -1,4 +1,22 @@
-"""Whether a workload fits on devices and host, how fast it would be, and how long its sequences may become."""
+"""Whether a workload fits on devices and host, how fast it would be, and how long its sequences may become.
+
+[Note: memory of the host]
+What was measured (docs/measurements/gpu/full.json: 3.37 billion weights, bf16-mixed, 8 micro-batches, in GB), and what
+is counted for it here: ::
+
+    rounds of           2     8    of the file                                       here
+    masters          13.5  13.5    4 bytes per weight                                the same
+    moments          27.0  27.0    8 bytes                                           the same
+    working copies    6.5   6.5    page_locked_in_place_bytes, without fp32 tables   2 bytes, tables included
+    gradients        27.0  13.5    2 sets, or 1: see [Note: bytes per weight]        the same
+    activations       9.6  18.7    page_locked_own_bytes without gradients           inputs of all calls, two rounds
+    runtime           2.4   2.4    the rest of peak_host_bytes                       the same
+    sum              85.9  81.6    peak_host_bytes
+
+The fused stage keeps the inputs of its last layers on the device, which is why less than all calls wait: how many, only
+a plan can tell. Buffers that are page-locked hold what they held at their peak; so two rounds have room in them even
+where one device works them off one after the other.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +31,8 @@ from .workload import FAST, SLOW, Pace, Workload, cost_profile
 
 _LATENCY_MS = 0.02
 _ASYNCHRONOUS_STEPS = 4
+# Python, torch with CUDA, Lightning and transformers, with one GPU; see [Note: memory of the host].
+_RUNTIME_BYTES = 2_400_000_000
 _LONGEST = 2**24
 _SHORT = 256
 
@@ -28,6 +48,7 @@ class Cluster:
         round_size: Micro-batches that walk through the stages together.
         optimizer: Whether the next step waits for the optimizer.
         paces: What real code reaches, at worst and at best.
+        accumulates: Whether gradients add up over several steps before an update.
     """
 
     num_devices: int
@@ -38,10 +59,16 @@ class Cluster:
     optimizer: Literal["synchronous", "asynchronous"] = "synchronous"
     may_split: bool = True
     paces: tuple[Pace, Pace] = (SLOW, FAST)
+    accumulates: bool = False
 
     def num_microbatches(self, microbatch_size: int) -> int:
         """Micro-batches of a step."""
         return -(-self.batch_size // microbatch_size)
+
+    def num_gradient_sets(self, microbatch_size: int) -> int:
+        """Sets of gradients on the host; see [Note: bytes per weight]."""
+        is_one_round = self.num_microbatches(microbatch_size) <= self.round_size
+        return 1 if is_one_round and not self.accumulates else 2
 
 
 def device_needs(workload: Workload, cluster: Cluster, microbatch_size: int) -> tuple[CallCost, int]:
@@ -54,10 +81,11 @@ def device_needs(workload: Workload, cluster: Cluster, microbatch_size: int) -> 
 
 
 def host_bytes(workload: Workload, cluster: Cluster, microbatch_size: int) -> dict[str, int]:
-    """Bytes in host memory by purpose."""
+    """Bytes in host memory by purpose; see [Note: memory of the host]."""
     # Of a round that drains and one that fills.
     in_flight = min(cluster.batch_size, 2 * cluster.round_size * microbatch_size)
-    return {**workload.host_state(), "activations": in_flight * workload.host_bytes_per_sequence()}
+    states = workload.host_state(cluster.num_gradient_sets(microbatch_size))
+    return {**states, "activations": in_flight * workload.host_bytes_per_sequence(), "runtime": _RUNTIME_BYTES}
 
 
 def fits_device(workload: Workload, cluster: Cluster, microbatch_size: int) -> bool:
@@ -86,7 +114,8 @@ def choose_microbatch_size(workload: Workload, cluster: Cluster) -> int:
         has_room = needed + call.weight_bytes + call.gradient_bytes <= cluster.device_bytes
         return has_room and fits_host(workload, cluster, size)
 
-    size = max(1, largest_that(fits, useful))
+    # A size that leaves one round has one set of gradients, and may fit where smaller ones do not.
+    size = useful if fits(useful) else max(1, largest_that(fits, useful))
     per_device = -(-cluster.num_microbatches(size) // cluster.num_devices)
     return min(size, -(-cluster.batch_size // (per_device * cluster.num_devices)))
 

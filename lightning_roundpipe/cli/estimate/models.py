@@ -1,6 +1,7 @@
 """Shapes of decoder models from the ``config.json`` of the Hugging Face Hub, and how many weights they have.
 
-Nothing is built or downloaded for it: the counts are formulas over the numbers of the configuration.
+Nothing is built or downloaded for it: the counts are formulas over the numbers of the configuration. ``built`` makes
+the shapes of models for which there are none.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class LayerShape:
         expert_width: Inner width of a routed expert.
         window: Tokens that a token attends to; None for all before it.
         num_small: Weights outside matrices: norms, biases, attention sinks.
+        matrices: The `linears` of a model that was built, and its routers; None for those that follow from the widths.
     """
 
     family: Family
@@ -72,10 +74,13 @@ class LayerShape:
     expert_width: int
     window: int | None
     num_small: int
+    matrices: tuple[tuple[int, int], ...] | None = None
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
         """Matrices that every token passes, as (in, out): attention and dense MLP. LoRA adapts these."""
+        if self.matrices is not None:
+            return self.matrices
         h, q, k, inner = self.hidden, self.query_width, self.key_width, self.mlp_width
         attention = ((h, q), (h, k), (h, k), (q, h))
         if not inner:
@@ -85,9 +90,12 @@ class LayerShape:
     @property
     def num_dense(self) -> int:
         """Weights in matrices that every token passes, with the router (and the gate of a shared expert)."""
+        products = sum(rows * columns for rows, columns in self.linears)
+        if self.matrices is not None:
+            return products
         router = self.hidden * self.num_experts
         shared_gate = self.hidden if self.num_experts and self.mlp_width else 0
-        return sum(rows * columns for rows, columns in self.linears) + router + shared_gate
+        return products + router + shared_gate
 
     @property
     def num_expert(self) -> int:
@@ -103,7 +111,7 @@ class LayerShape:
     def largest_weight(self) -> int:
         """Weights in the largest single tensor; experts are stacked, gate and up in one tensor."""
         matrices = [rows * columns for rows, columns in self.linears]
-        return max(*matrices, 2 * self.num_experts * self.hidden * self.expert_width)
+        return max(*matrices, 0, 2 * self.num_experts * self.hidden * self.expert_width)
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,8 @@ class ModelShape:
         hidden: Width of the residual stream.
         vocab: Number of rows of the embedding, and of logits.
         max_length: Longest sequence the configuration is made for; None if it does not say.
+        num_other: Weights outside layers, tables and the last norm.
+        is_built: Whether it was read off a model, and not from formulas.
     """
 
     name: str
@@ -123,6 +133,8 @@ class ModelShape:
     is_tied: bool
     layers: tuple[LayerShape, ...]
     max_length: int | None
+    num_other: int = 0
+    is_built: bool = False
 
     @property
     def num_embedding(self) -> int:
@@ -133,7 +145,7 @@ class ModelShape:
     def num_weights(self) -> int:
         """All weights, tied ones once."""
         tables = self.num_embedding * (1 if self.is_tied else 2)
-        return tables + sum(layer.num_weights for layer in self.layers) + self.hidden
+        return tables + sum(layer.num_weights for layer in self.layers) + self.hidden + self.num_other
 
     @property
     def num_active(self) -> int:
@@ -181,6 +193,11 @@ _FAMILIES: dict[str, Family] = {
 }
 # Their configuration may leave out the number of key-value heads: one for each query head.
 _ONE_KEY_PER_QUERY = frozenset({"llama", "phi3"})
+
+
+def has_formulas(config: Mapping[str, Any]) -> bool:
+    """Whether `read_shape` knows the type of the model."""
+    return config.get("model_type") in _FAMILIES
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -303,15 +320,9 @@ class _Reader:
 
     def _unknown(self) -> str:
         known = ", ".join(_FAMILIES)
-        if "text_config" in self._config:
-            return (
-                f"{self._name} has more than a decoder (model type {self.model_type!r}, with a text_config): pass a "
-                f"config.json that holds only its text_config. Known model types: {known}."
-            )
         what = f"model type {self.model_type!r}" if self.model_type else "no 'model_type'"
-        if "kv_lora_rank" in self._config:
-            what += " with latent attention ('kv_lora_rank')"
         return (
             f"The configuration of {self._name} has {what}, and there are no formulas for it. Known are {known}: pass "
-            "the config.json of a model of one of these types with similar sizes."
+            "the config.json of a model of one of these types with similar sizes, or install transformers, which "
+            "builds others."
         )

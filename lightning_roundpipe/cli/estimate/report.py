@@ -79,7 +79,7 @@ def _helps(
     if smaller := largest_that(lambda count: fits(workload, cluster, count), size):
         helps.append(f"--microbatch-size {smaller}")
     elif smaller := largest_that(
-        lambda count: fits(workload, replace(cluster, batch_size=count), 1), cluster.batch_size
+        lambda count: fits(workload, replace(cluster, batch_size=count, accumulates=True), 1), cluster.batch_size
     ):
         helps.append(f"--batch-size {smaller} with gradient accumulation")
     elif longest := largest_that(lambda count: fits(replace(workload, seq_len=count), cluster, 1), workload.seq_len):

@@ -120,15 +120,19 @@ class Workload:
         return sum(_num_adapter(layer, self.lora_rank) for layer in self.shape.layers)
 
     def host_bytes_per_sequence(self) -> int:
-        """Bytes of the inputs of layers, norm and head that wait on the host for the backward of one sequence."""
-        num_calls = len(self.shape.layers) + 2
-        return num_calls * self.seq_len * self.shape.hidden * self.element_bytes
+        """Bytes of the inputs of layers, norm and head that wait on the host for the backward of one sequence.
 
-    def host_state(self) -> dict[str, int]:
-        """Bytes that stay in host memory, by purpose."""
+        They are as wide as the embedding that they begin with: autocast leaves sums of fp32 and 16-bit tensors in fp32.
+        """
+        num_calls = len(self.shape.layers) + 2
+        size = _FP32 if self.lora_rank is None else self.element_bytes
+        return num_calls * self.seq_len * self.shape.hidden * size
+
+    def host_state(self, num_sets: int) -> dict[str, int]:
+        """Bytes that stay in host memory, by purpose; `num_sets` of gradients."""
         size = self.element_bytes
         frozen = 0 if self.lora_rank is None else self.shape.num_weights
-        return host_states(self.num_trained * size, frozen * size, size)
+        return host_states(self.num_trained * size, frozen * size, size, num_sets)
 
 
 def cost_profile(workload: Workload, microbatch_size: int, pace: Pace) -> CostProfile:
@@ -152,7 +156,8 @@ class _Clock:
 
     def embedding(self) -> CallCost:
         """Rows of a table; its gradient is a table of its own per micro-batch."""
-        table = self.workload.shape.num_embedding * self.size
+        shape = self.workload.shape
+        table = (shape.num_embedding + shape.num_other) * self.size
         trained = 0 if self.is_lora else table
         return self._call(
             "embedding",
