@@ -136,7 +136,10 @@ class Changes:
 
         names = [functools.partial(named, self._kept[index]) for index, _ in found]
         values = [brought_home(mapped(value, name, every=True)) for name, (_, value) in zip(names, found, strict=True)]
-        sizes, weights = [self._sizes[index] for index, _ in found], [self._weights[index] for index, _ in found]
+        indices = [index for index, _ in found]
+        sizes, weights = self._sizes, self._weights
+        if indices != [*range(len(sizes))]:  # of one sample, or some
+            sizes, weights = [sizes[index] for index in indices], [weights[index] for index in indices]
         return self._with_parts(merge_outputs(values, sizes, weights))
 
     def _note(self, path: Path | None, value: Any) -> None:
