@@ -114,8 +114,6 @@ def _import_packages() -> list[tuple[str, str]]:
 
 _FOUND = _import_packages()
 FABRIC = _FOUND[0][1]
-ROOTS = frozenset(name.partition(".")[0] for names in _PACKAGES for name in names)
-"""The packages at the top, whether they are installed or not."""
 
 
 def of_each(module: str, name: str) -> list[Any]:
@@ -221,8 +219,11 @@ if not TYPE_CHECKING:
         ("fabric.utilities.warnings", "PossibleUserWarning"),
         ("pytorch.accelerators", "Accelerator"),
         ("pytorch.callbacks", "Callback"),
-        ("pytorch.strategies.launchers", "_SubprocessScriptLauncher"),
     ):
         globals()[_name] = _with_all_bases(of_each(_module, _name)[0])
+    # The first calls the constructor of its base without arguments, which would be that of the second.
+    _SubprocessScriptLauncher, *_others = of_each("pytorch.strategies.launchers", "_SubprocessScriptLauncher")
+    for _other in _others:
+        _other.register(_SubprocessScriptLauncher)
     ParallelStrategy = _parallel_strategy()
     pl = import_module(_FOUND[0][0])

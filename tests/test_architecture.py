@@ -173,7 +173,7 @@ def test_one_module_names_the_packages_of_lightning() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
-        if path.name != "lightning_packages.py"
+        if path.name not in ("lightning_packages.py", "attributes.py")  # which knows objects of the user's
         for node in ast.walk(_tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value
         if node.value.startswith(names)

@@ -23,8 +23,8 @@ MISSING: Any = object()  # value of an attribute or entry that is not there
 _FLAG: Any = torch._C.TensorBase.requires_grad
 _CONTAINERS = (list, dict, defaultdict, OrderedDict)
 # Packages whose objects have a life of their own: the Trainer, loggers, optimizers, loaders; threads, files, locks.
-_LIGHTNING = {"lightning", "lightning_fabric", "lightning_roundpipe", "pytorch_lightning"}
-_FOREIGN = (sys.stdlib_module_names | _LIGHTNING | {"torch"}) - {
+LIGHTNING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
+_FOREIGN = (sys.stdlib_module_names | LIGHTNING | {"lightning_roundpipe", "torch"}) - {
     *("abc", "builtins", "collections", "dataclasses", "types", "typing"),
 }
 CELL, ALL = "cell_contents", "__dict__"

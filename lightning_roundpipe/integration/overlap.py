@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..common.attributes import attribute_set
+from ..common.attributes import LIGHTNING, attribute_set
 from ..common.fingerprints import Versions
 from ..common.sizes import num_bytes_of
 from ..engine.runner import Engine
 from ..lightning_packages import (
-    ROOTS,
     MisconfigurationException,
     Precision,
     kind_of,
@@ -273,4 +272,4 @@ def _may_be_watched(module: pl.LightningModule, plugin: Precision, ours: Callabl
     overrides = any(getattr(type(module), name) is not getattr(plain, name) for name in _CLIPPING)
     patched = any(name in vars(module) for name in _CLIPPING)
     patched = patched or any(vars(plugin).get(name, ours) != ours for name in _OF_PLUGIN)
-    return overrides or patched or type(plugin).__module__.split(".")[0] not in ROOTS
+    return overrides or patched or type(plugin).__module__.split(".")[0] not in LIGHTNING
