@@ -94,7 +94,5 @@ def test_what_cannot_be_built_says_why(tmp_path: Path, monkeypatch: pytest.Monke
             built_shape(config, "small")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ValueError, match=r"no formulas for it.* or install transformers, which builds others"
-    ):
+    with pytest.raises(ValueError, match=r"no formulas for it.* or install transformers, which builds others"):
         load_shape(str(tmp_path))

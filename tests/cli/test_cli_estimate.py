@@ -205,12 +205,28 @@ def test_short_host_memory_is_said_with_what_helps(small: str, run_json: RunJson
     smaller = first_help("--host-memory", "77GB", "--microbatch-size", "4")
     assert smaller == "--microbatch-size 1"
     assert first_help("--host-memory", "70GB", "--microbatch-size", "4").endswith("with gradient accumulation")
+    method = estimate(run_json, small, *options, "--host-memory", "77GB", "--microbatch-size", "4")["methods"]["full"]
+    (round_size,) = (text for text in method["problems"][0]["helps"] if text.startswith("--round-size"))
+    assert round_size == "--round-size 2"
     for host_memory, more in (
         ("77GB", smaller.split()),
+        ("77GB", ["--microbatch-size", "4", *round_size.split()]),
         ("70GB", first_help("--host-memory", "70GB").split()[:2]),
     ):
         method = estimate(run_json, small, *options, "--host-memory", host_memory, *more)["methods"]["full"]
         assert method["fits"]
+
+
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_the_host_memory_of_the_readme_is_enough(num_gpus: int, run_json: RunJson) -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(rf"^qwen3-8b +{num_gpus} +(\d+ GiB) +[\d,]+ to [\d,]+ +(\d+ GiB)", text, re.MULTILINE)
+    for name, size in zip(("lora", "full"), *shown, strict=True):
+        options = ("--gpu", "rtx4090", "--devices", str(num_gpus), "--seq-len", "2048")
+        found = estimate(run_json, "qwen3-8b", *options, "--host-memory", size.replace(" ", ""))["methods"][name]
+        free = found["host_memory"]["available"] - found["host_memory"]["total"]
+        assert found["fits"]
+        assert 0 <= free < 2**30
 
 
 def test_report_has_a_verdict_and_a_table_for_each_question(

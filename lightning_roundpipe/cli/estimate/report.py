@@ -84,11 +84,24 @@ def _helps(
         helps.append(f"--batch-size {smaller} with gradient accumulation")
     elif longest := largest_that(lambda count: fits(replace(workload, seq_len=count), cluster, 1), workload.seq_len):
         helps.append(f"sequences of at most {longest:,} tokens")
+    helps += _round_sizes(workload, cluster, size)
     if not workload.chunked_loss and fits(replace(workload, chunked_loss=True), cluster, size):
         helps.append("a loss in chunks (--chunked-loss)")
     if workload.lora_rank is None and fits(replace(workload, lora_rank=32), cluster, size):
         helps.append("LoRA")
     return [*helps, more]
+
+
+def _round_sizes(workload: Workload, cluster: Cluster, size: int) -> list[str]:
+    """One round for all has one set of gradients, small ones have fewer activations: what is enough, if any is."""
+
+    def fits(count: int) -> bool:
+        other = replace(cluster, round_size=count)
+        return fits_device(workload, other, size) and fits_host(workload, other, size)
+
+    everything = cluster.num_microbatches(size)
+    count = everything if fits(everything) else largest_that(fits, cluster.round_size - 1)
+    return [f"--round-size {count}"] if count else []
 
 
 def report(document: dict[str, Any]) -> list[str | Table]:
