@@ -69,13 +69,13 @@ def tried_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weig
     """
     shape = _SHAPES[weight.dim()] if weight.dim() < len(_SHAPES) else _SHAPES[1]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        small = nn.Parameter(torch.zeros(shape, dtype=weight.dtype))
+        small = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device="cpu"))
         twin = _twin(optimizer, group, small)
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def closure() -> Tensor:
-            small.grad = torch.randn(shape, generator=generator).to(small.dtype)
-            return torch.rand((), generator=generator)
+            small.grad = torch.randn(shape, generator=generator, device="cpu").to(small.dtype)
+            return torch.rand((), generator=generator, device="cpu")
 
         num_quiet = num_bytes = 0
         for _ in range(_MOST_STEPS):

@@ -118,6 +118,15 @@ def test_chosen_microbatches_are_as_large_as_useful() -> None:
     assert needed + larger.weight_bytes + larger.gradient_bytes > tight.device_bytes
 
 
+def test_one_round_is_taken_where_smaller_microbatches_do_not_fit_the_host() -> None:
+    """Smaller ones make several rounds, with two sets of gradients; the smallest ones fit again, with few inputs."""
+    roomy = replace(cluster(), device_bytes=10**15)
+    needed = {size: sum(host_bytes(workload(), roomy, size).values()) for size in (1, 2, 4)}
+    assert needed[1] < needed[4] < needed[2]
+    assert choose_microbatch_size(workload(), replace(roomy, host_bytes=needed[4])) == 4
+    assert choose_microbatch_size(workload(), replace(roomy, host_bytes=needed[4] - 1)) == 1
+
+
 @pytest.mark.parametrize(("num_devices", "expected"), [(4, 12), (8, 16)])
 def test_the_last_round_leaves_no_device_idle(num_devices: int, expected: int) -> None:
     """On four devices 15 sequences fit, which would make 9 micro-batches: a round of 8, and one of a single one."""
@@ -249,7 +258,11 @@ def test_report_has_a_verdict_and_a_table_for_each_question(
     assert "\nworking copy" in text
     # a host that nothing is known of
     assert main(["estimate", "--model", small, *common]) == 0
-    assert "\nLoRA fits a host with " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    (size,) = re.findall(r"^Full fine-tuning fits a host with (\d+) GiB:", text, re.MULTILINE)
+    document = run_json("estimate", "--model", small, *common)
+    needed = document["methods"]["full"]["host_memory"]["total"] + document["host_reserve_bytes"]
+    assert 0 <= int(size) * 2**30 - needed < 2**30
 
     document = run_json("estimate", *limited)
     full, lora = document["methods"]["full"], document["methods"]["lora"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -130,7 +131,8 @@ def _range(method: dict[str, Any]) -> str:
 def _verdict(title: str, method: dict[str, Any], host_reserve: int) -> str:
     if method["fits"]:
         host = method["host_memory"]
-        condition = f" a host with {format_bytes(host['total'] + host_reserve)}" if host["available"] is None else ""
+        to_have = math.ceil((host["total"] + host_reserve) / 2**30)  # so much is enough for --host-memory
+        condition = f" a host with {to_have:,} GiB" if host["available"] is None else ""
         return (
             f"{title} fits{condition}: {_range(method)} tokens/s, sequences up to {method['largest_seq_len']:,} tokens."
         )
