@@ -96,7 +96,7 @@ class Factored(torch.optim.Optimizer):
                 state["step"] = torch.zeros(())
                 state["factors"] = [weight.sum(0, keepdim=True), weight.sum(-1, keepdim=True)]
                 state["moment"] = weight.detach().bfloat16()
-                state["scales"] = torch.zeros(-(-weight.numel() // 256))
+                state["scales"] = torch.rand(-(-weight.numel() // 256))
 
 
 def test_any_optimizer_is_tried_without_a_trace() -> None:
