@@ -76,6 +76,8 @@ def _rules() -> dict[str, Rule]:
     # It imports torch when it is asked for facts, as `roundpipe doctor` does, and no other command.
     machine = {"__about__", "common", "devices"}
     rules["cli.machine_facts"] = Rule(frozenset(machine), frozenset({_TORCH}))
+    # It builds models that no formula describes, when one is asked for.
+    rules["cli.estimate.built"] = Rule(frozenset({"cli"}), frozenset({_TORCH, "transformers"}))
     rules["__about__"] = Rule(frozenset(), frozenset())
     rules["lightning_cli"] = Rule(
         frozenset({"__about__", "lightning_packages"}), frozenset({"lightning_utilities", "yaml"})

@@ -26,6 +26,7 @@ The status is 1 if something stops training or leaves GPUs out, and 0 otherwise.
 their links are measured as a training measures them.
 """
 _LEAST_SHARED_BYTES = 2**30
+_MOST_CHANGES = 3
 Facts = Mapping[str, Any]
 Reasons = Mapping[str, str]
 
@@ -50,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "doctor",
         "what this machine has for a training, and what is wrong with it",
-        "Versions, GPUs and their links, memory and its limits, with a remedy for what is wrong.",
+        "Versions, GPUs and their links, memory and its limits, a remedy for what is wrong, and a verdict.",
         _EXAMPLES,
     )
     add_json(parser)
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     found = findings(facts, unknown)
     judged = [finding._asdict() for finding in found]
     document = {"command": "doctor", "facts": facts, "unknown": unknown, "findings": judged}
+    document["verdict"] = verdict(found)
     show(document, *_report(facts, unknown, found), as_json=args.json)
     return int(any(finding.stops for finding in found))
 
@@ -72,6 +74,17 @@ def run(args: argparse.Namespace) -> int:
 def findings(facts: Facts, unknown: Reasons) -> list[Finding]:
     """Judge the facts that are known, and why others are not; what stops training comes first."""
     return sorted((finding for check in _CHECKS for finding in check(facts, unknown)), key=lambda f: not f.stops)
+
+
+def verdict(found: list[Finding]) -> str:
+    """Say in one line whether this machine is ready, and else the first things to change."""
+    if not found:
+        return "ready."
+    level = "not ready before you" if found[0].stops else "ready, and better if you"
+    remedies = list(dict.fromkeys(finding.remedy for finding in found))
+    things = "; ".join(remedies[:_MOST_CHANGES])
+    left_out = f" (the first {_MOST_CHANGES} of {len(remedies)})" if len(remedies) > _MOST_CHANGES else ""
+    return f"{level}: {things}{left_out}."
 
 
 def _libraries(facts: Facts, unknown: Reasons) -> Iterator[Finding]:
@@ -190,11 +203,10 @@ def _report(facts: Facts, unknown: Reasons, found: list[Finding]) -> Iterator[st
     for finding in found:
         level = "STOPS TRAINING" if finding.stops else "WARNING"
         yield f"{level}: {finding.what} ({finding.value}).\n  Remedy: {finding.remedy}."
-    if not found:
-        yield "Nothing is wrong."
     if facts.get("gpus") == []:
         yield "There is no GPU to train on: devices are virtual, on the cores of the host."
     yield "Are results wrong? RoundPipeStrategy(verify=2) compares two training steps with plain autograd."
+    yield f"Verdict: {verdict(found)}"
 
 
 def _label(name: str) -> str:

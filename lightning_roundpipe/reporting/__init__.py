@@ -4,4 +4,5 @@
 - :mod:`summary`: the table at the end of a training.
 - :mod:`pictures`: charts of timelines.
 - :mod:`host_memory`, :mod:`host_report`: what a training needs on the host, in bytes, and in words.
+- :mod:`optimizer_trial`: what an optimizer will keep for its weights.
 """

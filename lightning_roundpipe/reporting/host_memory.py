@@ -4,8 +4,9 @@
 Everything that does not fit on devices lives on the host. Weights are there before the first step; gradients appear in
 it, the state of the optimizer after it, and inputs of calls that are run again in the backward come and go with every
 step. So the most that a run will ever need can be told when the first micro-batch has shown the calls, before the other
-ones fill the memory. Two numbers are estimates. The state of an optimizer that has not made a step is guessed from its
-class. And the inputs are those of :meth:`planning.plan.StepPlan.host_activation_bytes`, an upper bound.
+ones fill the memory. Two numbers are estimates. The state of an optimizer that has not made a step is tried on a small
+weight, see [Note: optimizer trial] in :mod:`optimizer_trial`. And the inputs are those of
+:meth:`planning.plan.StepPlan.host_activation_bytes`, an upper bound.
 """
 
 from __future__ import annotations
@@ -17,30 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..lightning_packages import rank_zero_info
 from ..optimizer.state import plain_state
 from ..planning.quantities import format_bytes
 from ..weights.futures import unwaited
+from .optimizer_trial import StateShape, tensors_of, tried_state
 
-# Optimizer class -> tensors of its state that are as large as a parameter. Subclasses count as their nearest ancestor.
-_STATE_TENSORS: dict[str, Any] = {
-    "Adadelta": 2,
-    "Adafactor": 0,
-    "Adagrad": 1,
-    "Adam": lambda group: 2 + bool(group.get("amsgrad")),
-    "AdamW": lambda group: 2 + bool(group.get("amsgrad")),
-    "Adamax": 2,
-    "ASGD": 1,
-    "LBFGS": lambda group: 2 * group.get("history_size", 100) + 2,
-    "Lion": 1,
-    "Muon": 1,
-    "NAdam": 2,
-    "RAdam": 2,
-    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
-    "Rprop": 2,
-    "SGD": lambda group: int(bool(group.get("momentum"))),
-    "SparseAdam": 2,
-}
-_UNKNOWN_STATE_TENSORS = 2  # as Adam
+# Of an optimizer that cannot be tried: as Adam.
+_UNKNOWN_STATE_TENSORS = 2
 
 
 @dataclass(frozen=True)
@@ -109,35 +94,41 @@ def allocated_bytes(root: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     parameters = list(root.parameters())
     with unwaited():
         gradients = [p.grad for p in parameters if p.grad is not None]
-    states = [tensor for o in optimizers for state in list(plain_state(o).values()) for tensor in _tensors(state)]
+    states = [tensor for o in optimizers for state in list(plain_state(o).values()) for tensor in tensors_of(state)]
     return sum(_bytes_of(tensor) for tensor in (*parameters, *root.buffers(), *gradients, *states))
 
 
 def optimizer_state_bytes(
     optimizer: torch.optim.Optimizer, is_mine: Callable[[nn.Parameter], bool] = lambda weight: True
 ) -> int:
-    """What the state of an optimizer takes: as it is where it exists, else what its class will make."""
+    """What the state of an optimizer takes: as it is where it exists, else as a trial shows."""
     total = 0
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad and is_mine(p)]
         # Some keep one state for all parameters of a group with the first one.
         known = sum(
-            _bytes_of(tensor) for p in trained if p in optimizer.state for tensor in _tensors(optimizer.state[p])
+            _bytes_of(tensor) for p in trained if p in optimizer.state for tensor in tensors_of(optimizer.state[p])
         )
-        total += known or _num_state_tensors(optimizer, group) * sum(_bytes_of(p) for p in trained)
+        total += known or _expected_bytes(optimizer, group, [p for p in trained if _bytes_of(p)])
     return total
 
 
-def _num_state_tensors(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _STATE_TENSORS:
-            known = _STATE_TENSORS[kind.__name__]
-            return int(known(group)) if callable(known) else known
-    return _UNKNOWN_STATE_TENSORS
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)] if isinstance(state, Mapping) else []
+def _expected_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weights: list[nn.Parameter]) -> int:
+    """What the state of these weights will take; says so where that cannot be found out."""
+    shapes: dict[tuple[int, torch.dtype], StateShape] = {}
+    try:
+        for weight in weights:
+            key = weight.dim(), weight.dtype
+            if key not in shapes:
+                shapes[key] = tried_state(optimizer, group, weight)
+    except Exception as error:  # of any kind, from code that is not ours
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        rank_zero_info(
+            f"what {type(optimizer).__name__} keeps for its weights could not be tried on a small one ({reason}): its "
+            f"state is counted as {_UNKNOWN_STATE_TENSORS} tensors for each, as that of Adam."
+        )
+        return _UNKNOWN_STATE_TENSORS * sum(map(_bytes_of, weights))
+    return sum(shapes[weight.dim(), weight.dtype].num_bytes(weight) for weight in weights)
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -209,8 +209,8 @@ def test_the_report_has_all_facts_and_no_finding(on: Machine, capsys: pytest.Cap
     assert lines["versions"].endswith("torch 2.10.0+cu128, lightning 2.5, torchmetrics 1.0")
     assert lines["host memory"].endswith("total 128 GiB, available 100 GiB, swap 0 B, shared 64.0 GiB")
     assert "\n                name Another, driver 570.1" in text
-    assert "\n\nNothing is wrong.\n" in text
-    assert "verify=2" in text.splitlines()[-1]
+    assert "verify=2" in text
+    assert text.splitlines()[-1] == "Verdict: ready."
 
 
 def test_the_report_ends_with_findings_and_says_that_there_is_no_gpu(
@@ -221,6 +221,22 @@ def test_the_report_ends_with_findings_and_says_that_there_is_no_gpu(
     text = capsys.readouterr().out
     assert "\n\nWARNING: torch.compile has no C++ compiler (none of CXX, g++, clang++).\n  Remedy: install g++" in text
     assert "\nThere is no GPU to train on: devices are virtual, on the cores of the host.\n" in text
+    last = text.splitlines()[-1]
+    assert last == "Verdict: ready, and better if you: install g++ or clang++, or leave compile_units=True out."
+
+
+def test_the_verdict_has_three_things_to_change_at_most_and_first_what_stops_training(
+    on: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"boards__lanes": "4", "compilers__host": None, "versions__torch": "1.13"}
+    begin = "Verdict: not ready before you: pip install 'torch>=2.6'; move it to a slot with all lanes: weights travel"
+    for more, end in (({}, "leave compile_units=True out."), ({"cores__threads": 8}, " (the first 3 of 4).")):
+        on(machine(**changes, **more))
+        assert main(["doctor"]) == 1
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(begin)
+        assert last.endswith(end)
+        assert last.count("; ") == 2
 
 
 def test_a_probe_that_fails_says_so_in_its_row(on: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,6 +266,7 @@ def test_json_has_facts_reasons_and_findings(
     del facts["environment"]
     assert document["facts"] == facts
     assert document["unknown"] == {"environment": "KeyError: 'HOME'"}
+    assert document["verdict"].startswith(("ready", "not ready")[status])
     assert [sorted(finding) for finding in document["findings"]] == [["remedy", "stops", "value", "what"]] * len(
         changes
     )

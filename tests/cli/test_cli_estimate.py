@@ -118,6 +118,15 @@ def test_chosen_microbatches_are_as_large_as_useful() -> None:
     assert needed + larger.weight_bytes + larger.gradient_bytes > tight.device_bytes
 
 
+def test_one_round_is_taken_where_smaller_microbatches_do_not_fit_the_host() -> None:
+    """Smaller ones make several rounds, with two sets of gradients; the smallest ones fit again, with few inputs."""
+    roomy = replace(cluster(), device_bytes=10**15)
+    needed = {size: sum(host_bytes(workload(), roomy, size).values()) for size in (1, 2, 4)}
+    assert needed[1] < needed[4] < needed[2]
+    assert choose_microbatch_size(workload(), replace(roomy, host_bytes=needed[4])) == 4
+    assert choose_microbatch_size(workload(), replace(roomy, host_bytes=needed[4] - 1)) == 1
+
+
 @pytest.mark.parametrize(("num_devices", "expected"), [(4, 12), (8, 16)])
 def test_the_last_round_leaves_no_device_idle(num_devices: int, expected: int) -> None:
     """On four devices 15 sequences fit, which would make 9 micro-batches: a round of 8, and one of a single one."""
@@ -205,12 +214,28 @@ def test_short_host_memory_is_said_with_what_helps(small: str, run_json: RunJson
     smaller = first_help("--host-memory", "77GB", "--microbatch-size", "4")
     assert smaller == "--microbatch-size 1"
     assert first_help("--host-memory", "70GB", "--microbatch-size", "4").endswith("with gradient accumulation")
+    method = estimate(run_json, small, *options, "--host-memory", "77GB", "--microbatch-size", "4")["methods"]["full"]
+    (round_size,) = (text for text in method["problems"][0]["helps"] if text.startswith("--round-size"))
+    assert round_size == "--round-size 2"
     for host_memory, more in (
         ("77GB", smaller.split()),
+        ("77GB", ["--microbatch-size", "4", *round_size.split()]),
         ("70GB", first_help("--host-memory", "70GB").split()[:2]),
     ):
         method = estimate(run_json, small, *options, "--host-memory", host_memory, *more)["methods"]["full"]
         assert method["fits"]
+
+
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_the_host_memory_of_the_readme_is_enough(num_gpus: int, run_json: RunJson) -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(rf"^qwen3-8b +{num_gpus} +(\d+ GiB) +[\d,]+ to [\d,]+ +(\d+ GiB)", text, re.MULTILINE)
+    for name, size in zip(("lora", "full"), *shown, strict=True):
+        options = ("--gpu", "rtx4090", "--devices", str(num_gpus), "--seq-len", "2048")
+        found = estimate(run_json, "qwen3-8b", *options, "--host-memory", size.replace(" ", ""))["methods"][name]
+        free = found["host_memory"]["available"] - found["host_memory"]["total"]
+        assert found["fits"]
+        assert 0 <= free < 2**30
 
 
 def test_report_has_a_verdict_and_a_table_for_each_question(
@@ -233,7 +258,11 @@ def test_report_has_a_verdict_and_a_table_for_each_question(
     assert "\nworking copy" in text
     # a host that nothing is known of
     assert main(["estimate", "--model", small, *common]) == 0
-    assert "\nLoRA fits a host with " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    (size,) = re.findall(r"^Full fine-tuning fits a host with (\d+) GiB:", text, re.MULTILINE)
+    document = run_json("estimate", "--model", small, *common)
+    needed = document["methods"]["full"]["host_memory"]["total"] + document["host_reserve_bytes"]
+    assert 0 <= int(size) * 2**30 - needed < 2**30
 
     document = run_json("estimate", *limited)
     full, lora = document["methods"]["full"], document["methods"]["lora"]

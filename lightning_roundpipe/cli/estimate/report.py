@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -84,11 +85,24 @@ def _helps(
         helps.append(f"--batch-size {smaller} with gradient accumulation")
     elif longest := largest_that(lambda count: fits(replace(workload, seq_len=count), cluster, 1), workload.seq_len):
         helps.append(f"sequences of at most {longest:,} tokens")
+    helps += _round_sizes(workload, cluster, size)
     if not workload.chunked_loss and fits(replace(workload, chunked_loss=True), cluster, size):
         helps.append("a loss in chunks (--chunked-loss)")
     if workload.lora_rank is None and fits(replace(workload, lora_rank=32), cluster, size):
         helps.append("LoRA")
     return [*helps, more]
+
+
+def _round_sizes(workload: Workload, cluster: Cluster, size: int) -> list[str]:
+    """One round for all has one set of gradients, small ones have fewer activations: what is enough, if any is."""
+
+    def fits(count: int) -> bool:
+        other = replace(cluster, round_size=count)
+        return fits_device(workload, other, size) and fits_host(workload, other, size)
+
+    everything = cluster.num_microbatches(size)
+    count = everything if fits(everything) else largest_that(fits, cluster.round_size - 1)
+    return [f"--round-size {count}"] if count else []
 
 
 def report(document: dict[str, Any]) -> list[str | Table]:
@@ -117,7 +131,8 @@ def _range(method: dict[str, Any]) -> str:
 def _verdict(title: str, method: dict[str, Any], host_reserve: int) -> str:
     if method["fits"]:
         host = method["host_memory"]
-        condition = f" a host with {format_bytes(host['total'] + host_reserve)}" if host["available"] is None else ""
+        to_have = math.ceil((host["total"] + host_reserve) / 2**30)  # so much is enough for --host-memory
+        condition = f" a host with {to_have:,} GiB" if host["available"] is None else ""
         return (
             f"{title} fits{condition}: {_range(method)} tokens/s, sequences up to {method['largest_seq_len']:,} tokens."
         )
