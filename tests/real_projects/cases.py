@@ -103,7 +103,7 @@ class Run:
         first.save_checkpoint(path)
         second, module = self._package.Trainer(**self.trainer(max_epochs=2, **more)), make_module()
         torch.manual_seed(2)
-        second.fit(module, *data, ckpt_path=path)
+        second.fit(module, *data, ckpt_path=path, weights_only=False)
         return second, module
 
     def keep(self, **values: Any) -> None:

@@ -9,6 +9,7 @@ gradients were always above rounding, beside the way that their tensor has gone.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +29,12 @@ _UNCERTAIN = 1e-3
 _OF_WAY = 2e-3
 _MOST_NAMED = 3
 
-EQUAL, WHOLE, ANNOUNCED, REFUSED, FAILS = (
-    "equal", "equal (whole)", "different, announced", "refused with a way out", "FAILS"
+EQUAL, WHOLE, RESULTS, ANNOUNCED, REFUSED, FAILS = (
+    "equal", "equal (whole)", "results differ, announced", "training differs, announced", "refused with a way out", "FAILS"
 )  # fmt: skip
-PASSING = (EQUAL, WHOLE, ANNOUNCED, REFUSED)
+PASSING = (EQUAL, WHOLE, RESULTS, ANNOUNCED, REFUSED)
+# What is trained, of all that is compared.
+_TRAINING = ("gradient", "weight", "buffer")
 # What says that there is something else to know than a difference.
 _NO_ANNOUNCEMENT = re.compile("is not compared with plain autograd|has no effect")
 _OWN_BUG = "differs from plain autograd on the host"
@@ -94,7 +97,7 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 def gradient_differences(expected: Sequence[Mapping[str, Tensor]], actual: Sequence[Any]) -> Iterator[str]:
     """See [Note: honest weights]."""
     if len(expected) != len(actual):
-        yield f"{len(actual)} optimizer steps instead of {len(expected)}"
+        yield f"gradients of {len(actual)} optimizer steps instead of {len(expected)}"
     for step, (one, other) in enumerate(zip(expected, actual, strict=False)):
         floor = _NOTHING * _largest([*one.values()])
         if missing := sorted({*one} ^ {*other}):
@@ -109,22 +112,20 @@ def gradient_differences(expected: Sequence[Mapping[str, Tensor]], actual: Seque
 
 def weight_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[str]:
     """See [Note: honest weights]."""
-    if found := [*differences(expected["start"], actual["start"], "weights before the training")]:
-        yield found[0]
-        return
     gradients = expected["gradients"]
     floors = [_NOTHING * _largest([*step.values()]) for step in gradients]
     if missing := sorted({*expected["weights"]} ^ {*actual["weights"]}):
         yield f"weights: only one of both has {', '.join(missing[:_MOST_NAMED])}"
     for name, one in expected["weights"].items():
-        other, start = actual["weights"].get(name), expected["start"].get(name)
+        other, start, own_start = actual["weights"].get(name), expected["start"].get(name), actual["start"].get(name)
         if other is None:
             continue
         own = [(step[name], floor) for step, floor in zip(gradients, floors, strict=True) if name in step]
-        if not own or start is None or start.shape != one.shape:
+        if not own or start is None or own_start is None or start.shape != one.shape:
             yield from differences(one, other, f"buffer {name}", 10 * TOLERANCE)
             continue
-        way, off = (one.double() - start).abs(), (one.double() - other).abs()
+        # A training that was resumed begins with what rounding has done to the first one.
+        way, off = (one.double() - start).abs(), ((one.double() - start) - (other.double() - own_start)).abs()
         is_certain = torch.ones_like(one, dtype=torch.bool)
         for gradient, floor in own:
             is_certain &= gradient.abs() > max(_UNCERTAIN * _largest([gradient]), 100 * floor)
@@ -144,6 +145,8 @@ def all_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> I
     """Of two outcomes."""
     if len(expected["trainings"]) != len(actual["trainings"]):
         yield f"{len(actual['trainings'])} Trainers instead of {len(expected['trainings'])}"
+    for one, other in zip(expected["trainings"][:1], actual["trainings"][:1], strict=False):
+        yield from itertools.islice(differences(one["start"], other["start"], "weight before the training"), 1)
     for one, other in zip(expected["trainings"], actual["trainings"], strict=False):
         yield from differences(one["steps"], other["steps"], "step")
         yield from gradient_differences(one["gradients"], other["gradients"])
@@ -184,7 +187,8 @@ def judged(
     if found := [*all_differences(plain, actual)]:
         named = "; ".join(found[:_MOST_NAMED]) + (f"; {len(found)} in all" if len(found) > _MOST_NAMED else "")
         if announced and num_microbatches > 1:
-            return Verdict(ANNOUNCED, f"{first_lines(announced[0])} [{named}]")
+            outcome = ANNOUNCED if any(text.startswith(_TRAINING) for text in found) else RESULTS
+            return Verdict(outcome, f"{first_lines(announced[0])} [{named}]")
         return Verdict(FAILS, f"different without a word: {named}")
     counts = [count for training in actual["trainings"] for count in training["num_microbatches"]]
     if num_microbatches > 1 and counts and max(counts) == 1:

@@ -12,12 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
-_SETTINGS = {
+SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_CBWR": "COMPATIBLE",
     "CUDA_VISIBLE_DEVICES": "",
@@ -25,6 +26,7 @@ _SETTINGS = {
     "MPLBACKEND": "Agg",
     "PYTHONPATH": str(ROOT),
     "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 
 
@@ -33,17 +35,17 @@ class LimitError(Exception):
 
 
 def run_limited(
-    command: Sequence[str], seconds: float, log: Path, *, folder: Path = ROOT, settings: Mapping[str, str] = {}
+    command: Sequence[str], seconds: float, log: Path
 ) -> int:
     """Runs a command, stops it and all that it has started after so many seconds, and returns its exit status.
 
     Raises:
         LimitError: if it was stopped.
     """
-    environment = {**os.environ, **_SETTINGS, **settings}
+    environment = {**os.environ, **SETTINGS}
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -51,10 +53,14 @@ def run_limited(
         except subprocess.TimeoutExpired:
             raise LimitError(f"stopped after {seconds:g} s") from None
         finally:
-            # What the process has left behind would keep the processor busy.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Ends a process that began a group, and what it has left behind, which would keep the processor busy."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 class InstallError(Exception):

@@ -1,19 +1,26 @@
-"""Runs one variant of one case, in the environment of the project: ``python -m tests.real_projects.one_run``.
+"""Runs variants in the environment of the project: ``python -m tests.real_projects.one_run NAME SECONDS``.
 
-It writes ``outcome.pt`` with all there is to compare, or ``error.json``, and ``said.json`` with the warnings of this
-package, into a folder. Without a case it prints those of the entry.
+The libraries of a project take longer to import than to train. So they are imported once; then each line of the input,
+``[case, variant, folder]`` as JSON, is run by a fork, which ends after so many seconds at the latest. Lines of the
+output are JSON, too: the cases of the entry at first, then how each fork has ended: its exit status, or null if it was
+stopped. A fork leaves ``log.txt`` in its folder, ``outcome.pt`` with all there is to compare, or ``error.json``, and
+``said.json`` with the warnings of this package.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import json
 import os
 import random
+import select
+import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -67,17 +74,10 @@ def told(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "text": f"{error}{notes}", "is_ours": is_ours, "traceback": text}
 
 
-def main(name: str, case_name: str = "", variant: str = "", into: str = "") -> int:
-    """Runs it; see above."""
-    entry = importlib.import_module(f"tests.real_projects.entries.{name}")
-    cases: dict[str, Case] = entry.CASES
-    if not case_name:
-        found = {key: {"what": case.what, "set": case.options_text} for key, case in cases.items()}
-        print(json.dumps(found))
-        return 0
-    folder, case, options = Path(into), cases[case_name], VARIANTS[variant]
+def run_variant(entry: Any, case: Case, variant: str, folder: Path) -> None:
+    """Runs it, and leaves its files."""
+    options = VARIANTS[variant]
     said = listen()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
     importlib.import_module("numpy").random.seed(0)
@@ -95,8 +95,51 @@ def main(name: str, case_name: str = "", variant: str = "", into: str = "") -> i
         raise
     finally:
         (folder / "said.json").write_text(json.dumps(list(dict.fromkeys(said))), encoding="utf-8")
-    return 0
+
+
+def forked(act: Callable[[], None], folder: Path, seconds: float) -> int | None:
+    """Lets a fork act in the folder, and returns its exit status; None if it was stopped after so many seconds."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.setsid()
+            os.chdir(folder)
+            with open("log.txt", "w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            act()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    ended = os.pidfd_open(child)
+    is_stopped = not select.select([ended], [], [], seconds)[0]
+    os.close(ended)
+    # What it has started may be alive.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return None if is_stopped else status
+
+
+def main(name: str, seconds: str) -> None:
+    """See above."""
+    # What libraries print goes with their warnings.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    entry = importlib.import_module(f"tests.real_projects.entries.{name}")
+    cases: dict[str, Case] = entry.CASES
+    print(json.dumps({key: {"what": c.what, "set": c.options_text} for key, c in cases.items()}), file=answers, flush=True)
+    for line in sys.stdin:
+        case, variant, into = json.loads(line)
+        run = functools.partial(run_variant, entry, cases[case], variant, Path(into))
+        print(json.dumps(forked(run, Path(into), float(seconds))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.real_projects.compare import ANNOUNCED, EQUAL, FAILS, REFUSED, WHOLE
+from tests.real_projects.compare import ANNOUNCED, EQUAL, FAILS, REFUSED, RESULTS, WHOLE
 from tests.real_projects.environments import ROOT
 
 RESULTS = ROOT / "docs" / "measurements" / "projects.json"
 PAGE = ROOT / "docs" / "reference" / "projects.md"
 COMMAND = "python -m tests.real_projects.page"
 _COLUMNS = ("auto", "one", "two", "copies")
-_WORDS = {EQUAL: "equal", WHOLE: "whole", ANNOUNCED: "differs", REFUSED: "refused", FAILS: "**fails**", "": ""}
+_WORDS = {EQUAL: "equal", WHOLE: "whole", RESULTS: "results differ", ANNOUNCED: "differs", REFUSED: "refused", FAILS: "**fails**", "": ""}
 _INTRODUCTION = """\
 # Real projects
 
@@ -22,7 +22,8 @@ weights, logged values, predictions. `make test-projects` writes this page.
 
 - *equal*: as plain Lightning, to rounding;
 - *whole*: equal, and a warning says that batches run as one micro-batch;
-- *differs*: it runs, and a warning names the difference;
+- *results differ*: weights are equal; logged values or outputs differ, and a warning names them;
+- *differs*: it trains otherwise, and a warning says why and what to do;
 - *refused*: an error names a way out.
 
 Dropout was off, and draws of a step replaced by constants. Columns are `strategy="roundpipe"`, then

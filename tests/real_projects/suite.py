@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import re
+import select
 import shutil
+import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +27,17 @@ import torch
 
 from tests.real_projects.cases import VARIANTS
 from tests.real_projects.compare import FAILS, PASSING, Verdict, judged
-from tests.real_projects.environments import ROOT, InstallError, LimitError, interpreter, last_line, run_limited
+from tests.real_projects.environments import (
+    REQUIREMENTS,
+    ROOT,
+    SETTINGS,
+    InstallError,
+    LimitError,
+    end_group,
+    interpreter,
+    last_line,
+    run_limited,
+)
 
 RUNS = "runs"  # of plain Lightning, which is not compared
 _DONE = (*PASSING, RUNS)
@@ -43,12 +57,13 @@ class Runner(Protocol):
 
 
 class Processes:
-    """Every variant in a process of its own."""
+    """Every variant in a process of its own, a fork of one that has imported the project; see :mod:`one_run`."""
 
     def __init__(self, folder: Path, install_seconds: float, run_seconds: float) -> None:
         self._folder = folder
         self._install_seconds = install_seconds
         self._run_seconds = run_seconds
+        self._importers: dict[str, Importer] = {}
 
     def prepare(self, name: str) -> Mapping[str, str]:
         """See :class:`Runner`."""
@@ -56,33 +71,67 @@ class Processes:
         log = self._folder / name / "versions.log"
         if run_limited([python, "-m", "pip", "list", "--format=json", "--disable-pip-version-check"], 120, log):
             raise InstallError(last_line(log))
-        installed = {entry["name"].lower().replace("_", "-"): entry["version"] for entry in _json_in(log)}
-        top = (Path(__file__).parent / "requirements" / f"{name}.txt").read_text(encoding="utf-8").split()
-        wanted = [line.partition("==")[0] for line in top] + ["lightning", "pytorch-lightning", "torch"]
-        names = dict.fromkeys(wanted)
-        return {n: installed[n.lower().replace("_", "-")] for n in names if n.lower().replace("_", "-") in installed}
+        lines = log.read_text(encoding="utf-8").splitlines()
+        found = json.loads(next(line for line in lines if line.startswith("[")))
+        installed = {canonical(entry["name"]): entry["version"] for entry in found}
+        top = (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").split()
+        names = [line.partition("==")[0] for line in top] + ["lightning", "pytorch-lightning", "torch"]
+        return {n: installed[canonical(n)] for n in dict.fromkeys(names) if canonical(n) in installed}
 
     def cases(self, name: str) -> Mapping[str, Mapping[str, str]]:
         """See :class:`Runner`."""
-        log = self._folder / name / "cases.log"
-        if self._run(log, name):
-            raise RuntimeError(last_line(log))
-        return dict(_json_in(log))
+        for other in [*self._importers]:
+            self._importers.pop(other).close()
+        python = interpreter(name, self._folder / name, self._install_seconds)
+        self._importers[name] = Importer(python, name, self._folder / name / "import.log", self._run_seconds)
+        return self._importers[name].cases
 
     def attempt(self, name: str, case: str, variant: str, folder: Path) -> None:
         """See :class:`Runner`."""
-        self._run(folder / "log.txt", name, case, variant, str(folder), where=folder)
-
-    def _run(self, log: Path, name: str, *arguments: str, where: Path = ROOT) -> int:
-        python = interpreter(name, self._folder / name, 0)
-        command = [python, "-m", "tests.real_projects.one_run", name, *arguments]
-        return run_limited(command, self._run_seconds, log, folder=where)
+        self._importers[name].attempt(case, variant, folder)
 
 
-def _json_in(log: Path) -> Any:
-    """The JSON on the last line that begins like it: libraries talk before it."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return json.loads([line for line in lines if line.startswith(("[", "{"))][-1])
+class Importer:
+    """The process that imports a project, and forks for each variant."""
+
+    def __init__(self, python: str, name: str, log: Path, seconds: float) -> None:
+        self._seconds = seconds
+        self._log = log
+        with log.open("w", encoding="utf-8") as output:
+            command = [python, "-m", "tests.real_projects.one_run", name, str(seconds)]
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **SETTINGS}, text=True, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+            )  # fmt: skip
+        self.cases: dict[str, dict[str, str]] = self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        # Forks are stopped by the process; that it has imported everything is waited for here.
+        if not select.select([self._process.stdout], [], [], self._seconds + 60)[0]:
+            self.close()
+            raise LimitError("the project's libraries were not imported in time")
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the project cannot be imported: {last_line(self._log)}")
+        return json.loads(line)
+
+    def attempt(self, case: str, variant: str, folder: Path) -> None:
+        """Runs a variant. Raises LimitError."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([case, variant, str(folder)]) + "\n")
+        self._process.stdin.flush()
+        if self._answer() is None:
+            raise LimitError(f"stopped after {self._seconds:g} s")
+
+    def close(self) -> None:
+        """Ends the process."""
+        end_group(self._process)
+
+
+def canonical(name: str) -> str:
+    """The name of a distribution, as it is compared."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass

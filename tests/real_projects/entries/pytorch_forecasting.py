@@ -41,7 +41,9 @@ def forecast(run: Run, model: type, more: dict[str, object], **arguments: object
         return model.from_dataset(data, learning_rate=0.01, log_interval=-1, **arguments)
 
     _, trained = run.fit(make, *loaders, gradient_clip_val=0.1, limit_train_batches=3)
-    run.keep(predictions=trained.predict(loaders[1], trainer_kwargs=run.trainer()))
+    # It adds a callback of its own to none.
+    predictor = {name: value for name, value in run.trainer().items() if name != "callbacks"}
+    run.keep(predictions=trained.predict(loaders[1], trainer_kwargs=predictor))
 
 
 def tft(run: Run) -> None:

@@ -1,11 +1,12 @@
-"""Graphs: classification of many small ones, and of the nodes of one, with the project's Lightning data modules."""
+"""Graphs: classification of many small ones, and of the nodes of one, with the project's loaders."""
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.data import Data
-from torch_geometric.data.lightning import LightningDataset, LightningNodeData
+from torch_geometric.data.lightning import LightningDataset
+from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GIN, MLP, GraphSAGE, global_add_pool
 
 from tests.real_projects.cases import Case, Run
@@ -39,7 +40,7 @@ class Graphs(pl.LightningModule):
 
 
 class Nodes(Graphs):
-    """That of ``pytorch_lightning/graph_sage.py``: the seeds come first in a batch."""
+    """All nodes of a graph, of which some are trained, as in the project's first tutorial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +48,8 @@ class Nodes(Graphs):
         self.head = nn.Identity()
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        seeds = data.train_mask if data.get("batch_size") is None else slice(data.batch_size)
-        loss = F.cross_entropy(self.gnn(data.x, data.edge_index)[seeds], data.y[seeds])
+        out = self.gnn(data.x, data.edge_index)
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
         self.log("loss", loss, batch_size=1)
         return loss
 
@@ -74,12 +75,12 @@ def graphs(run: Run) -> None:
 def one_graph(run: Run) -> None:
     data = graph(30)
     data.y, data.train_mask = torch.randint(3, (30,)), torch.arange(30) < 20
-    data.val_mask = data.test_mask = ~data.train_mask
-    loaders = LightningNodeData(data, loader="full", num_workers=0)
-    run.fit(Nodes, loaders)
+    loader = DataLoader([data])
+    trainer, model = run.fit(Nodes, loader, loader)
+    run.keep(predictions=trainer.predict(model, loader))
 
 
 CASES = {
     "graphs": Case(graphs, "`LightningDataset`: training, resumed; predictions"),
-    "one graph": Case(one_graph, "`LightningNodeData`, full: the same"),
+    "one graph": Case(one_graph, "`DataLoader`: the same"),
 }
