@@ -76,7 +76,7 @@ class Run:
 
     def trainer(self, *callbacks: Any, **more: Any) -> dict[str, Any]:
         """Arguments of a Trainer. Those of ``more`` are the project's."""
-        watch = type("Watch", (_Watch, self._package.Callback), {})()
+        watch = _watch(self._package.__name__)
         self.watches.append(watch)
         ours: dict[str, Any] = {"devices": 1}
         if self._options is not None:
@@ -116,8 +116,16 @@ class Run:
         return {"trainings": [watch.seen for watch in self.watches], "kept": self.kept}
 
 
+def _watch(package: str) -> Any:
+    watch = type("Watch", (_Watch, importlib.import_module(package).Callback), {})()
+    watch.package = package
+    return watch
+
+
 class _Watch:
     """The callback's methods; what it has seen is plain data. Projects may copy what they are given: it stays one."""
+
+    package = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +135,9 @@ class _Watch:
 
     def __deepcopy__(self, memo: Any) -> _Watch:
         return self
+
+    def __reduce__(self) -> Any:
+        return _watch, (self.package,)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.seen["start"] = _state_of(pl_module)

@@ -29,6 +29,7 @@ import torch
 
 from tests.real_projects.cases import VARIANTS, Case, Run
 from tests.real_projects.draws import without_draws
+from tests.real_projects.torchvision_operators import register_missing
 
 OURS = f"{os.sep}lightning_roundpipe{os.sep}"
 # Between who warns and who shows the warning.
@@ -132,6 +133,7 @@ def main(name: str, seconds: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
+    register_missing()
     entry = importlib.import_module(f"tests.real_projects.entries.{name}")
     cases: dict[str, Case] = entry.CASES
     print(json.dumps({key: {"what": c.what, "set": c.options_text} for key, c in cases.items()}), file=answers, flush=True)

@@ -24,12 +24,15 @@ LIGHTNING = "pytorch_lightning"
 
 
 class Images(Dataset[Any]):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
     def __len__(self) -> int:
         return 24
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         rng = np.random.default_rng(index)
-        return Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)), index % 3
+        return self.transform(Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8))), index % 3
 
 
 class Learner(pl.LightningModule):
@@ -123,7 +126,7 @@ class MoCo(Learner):
 
 
 def learn(run: Run, make_module: Callable[[], Any], transform: Any) -> None:
-    data = LightlyDataset.from_torch_dataset(Images(), transform=transform)
+    data = LightlyDataset.from_torch_dataset(Images(transform))
 
     def make() -> Any:
         pl.seed_everything(0)
@@ -137,6 +140,6 @@ def learn(run: Run, make_module: Callable[[], Any], transform: Any) -> None:
 CASES = {
     "SimCLR": Case(lambda run: learn(run, SimCLR, SimCLRTransform(32)), "training, resumed"),
     "BYOL": Case(lambda run: learn(run, BYOL, SimCLRTransform(32)), "the same"),
-    "DINO": Case(lambda run: learn(run, DINO, DINOTransform(32, 16, n_local_views=2)), "the same"),
+    "DINO": Case(lambda run: learn(run, DINO, DINOTransform(global_crop_size=32, local_crop_size=16, n_local_views=2)), "the same"),
     "MoCo": Case(lambda run: learn(run, MoCo, SimCLRTransform(32)), "the same"),
 }

@@ -23,7 +23,9 @@ def frame() -> pd.DataFrame:
 def forecast(run: Run, model_class: type, **arguments: object) -> None:
     trainer = run.trainer()
     lengths = {"h": 4, "input_size": 12, "max_steps": 4, "batch_size": 8, "random_seed": 0, "val_check_steps": 2}
-    model = model_class(**lengths, **arguments, **trainer)
+    # All windows of a series: which of them a step takes is a draw otherwise.
+    windows = {"windows_batch_size": None, "inference_windows_batch_size": -1}
+    model = model_class(**lengths, **windows, **arguments, **trainer)
     forecasts = NeuralForecast(models=[model], freq="D")
     forecasts.fit(df=frame(), val_size=4)
     predicted = forecasts.predict()

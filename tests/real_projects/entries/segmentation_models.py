@@ -16,14 +16,14 @@ class Segmenter(pl.LightningModule):
         super().__init__()
         self.model = smp.create_model("FPN", encoder_name="resnet18", encoder_weights=None, decoder_dropout=0.0)
         self.loss = loss
-        self.found: list[tuple[Tensor, ...]] = []
+        self.found: dict[str, list[tuple[Tensor, ...]]] = {"train": [], "valid": []}
 
     def shared_step(self, batch: Any, stage: str) -> Tensor:
         image, mask = batch
         logits = self.model(image)
         loss = self.loss(logits, mask)
         self.log(f"{stage}_loss", loss)
-        self.found.append(smp.metrics.get_stats(logits.sigmoid() > 0.5, mask.long(), mode="binary"))
+        self.found[stage].append(smp.metrics.get_stats(logits.sigmoid() > 0.5, mask.long(), mode="binary"))
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -33,10 +33,10 @@ class Segmenter(pl.LightningModule):
         return self.shared_step(batch, "valid")
 
     def shared_end(self, stage: str) -> None:
-        counts = [torch.cat(values) for values in zip(*self.found, strict=True)]
+        counts = [torch.cat(values) for values in zip(*self.found[stage], strict=True)]
         for reduction in ("micro", "micro-imagewise"):
             self.log(f"{stage}_{reduction}", smp.metrics.iou_score(*counts, reduction=reduction))
-        self.found.clear()
+        self.found[stage].clear()
 
     def on_train_epoch_end(self) -> None:
         self.shared_end("train")
@@ -63,8 +63,7 @@ def segment(run: Run, loss: torch.nn.Module) -> None:
         pl.seed_everything(0)
         return Segmenter(loss)
 
-    # The lists hold the results of the sanity check as well, which has no end of an epoch in the example.
-    trainer, model = run.fit(make, train, valid, num_sanity_val_steps=0)
+    trainer, model = run.fit(make, train, valid)
     run.keep(predictions=trainer.predict(model, valid))
 
 
