@@ -36,16 +36,16 @@ class Images(Dataset[Any]):
 
 
 class Learner(pl.LightningModule):
-    """An encoder with a head, and a copy of both that follows it."""
+    """An encoder with a head, and a second pair that follows it."""
 
-    def __init__(self, head: nn.Module, is_followed: bool = True) -> None:
+    def __init__(self, make_head: Callable[[], nn.Module], is_followed: bool = True) -> None:
         super().__init__()
         resnet = torchvision.models.resnet18()
         self.backbone = nn.Sequential(*list(resnet.children())[:-1])
-        self.head = head
+        self.head = make_head()
         if is_followed:
             self.teacher = deactivated(copy.deepcopy(self.backbone))
-            self.teacher_head = deactivated(copy.deepcopy(self.head))
+            self.teacher_head = deactivated(make_head())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.backbone(x).flatten(start_dim=1))
@@ -69,7 +69,7 @@ def deactivated(module: nn.Module) -> nn.Module:
 
 class SimCLR(Learner):
     def __init__(self) -> None:
-        super().__init__(heads.SimCLRProjectionHead(512, 64, 32), is_followed=False)
+        super().__init__(lambda: heads.SimCLRProjectionHead(512, 64, 32), is_followed=False)
         self.criterion = NTXentLoss()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -81,7 +81,7 @@ class SimCLR(Learner):
 
 class BYOL(Learner):
     def __init__(self) -> None:
-        super().__init__(heads.BYOLProjectionHead(512, 64, 32))
+        super().__init__(lambda: heads.BYOLProjectionHead(512, 64, 32))
         self.predict = heads.BYOLPredictionHead(32, 64, 32)
         self.criterion = NegativeCosineSimilarity()
 
@@ -96,7 +96,7 @@ class BYOL(Learner):
 
 class DINO(Learner):
     def __init__(self) -> None:
-        super().__init__(heads.DINOProjectionHead(512, 64, 32, 128, freeze_last_layer=1))
+        super().__init__(lambda: heads.DINOProjectionHead(512, 64, 32, 128, freeze_last_layer=1))
         self.criterion = DINOLoss(output_dim=128, warmup_teacher_temp_epochs=2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -113,7 +113,7 @@ class DINO(Learner):
 
 class MoCo(Learner):
     def __init__(self) -> None:
-        super().__init__(heads.MoCoProjectionHead(512, 64, 32))
+        super().__init__(lambda: heads.MoCoProjectionHead(512, 64, 32))
         self.criterion = NTXentLoss(memory_bank_size=(64, 32))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -32,7 +32,7 @@ class Adapted(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, pad_token_id=0, **sizes))
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, pad_token_id=0, use_cache=False, **sizes))
         self.model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -86,8 +86,19 @@ def unlabelled() -> list[dict[str, Any]]:
     return [{"input_ids": row["input_ids"]} for row in texts()]
 
 
+def of_pairs(batch: Any, num_microbatches: int) -> list[Any]:
+    """Pairs stay together: so many of the chosen, and the same ones of the rejected."""
+    parts = {name: [half.tensor_split(num_microbatches) for half in value.chunk(2)] for name, value in batch.items()}
+    return [
+        {name: torch.cat([chosen[index], rejected[index]]) for name, (chosen, rejected) in parts.items()}
+        for index in range(num_microbatches)
+    ]
+
+
 CASES = {
-    "Seq2Seq": Case(lambda run: adapt(run, DataCollatorForSeq2Seq(tokenizer())), "transformers' collator: training, resumed; predictions"),
+    "Seq2Seq": Case(
+        lambda run: adapt(run, DataCollatorForSeq2Seq(tokenizer())), "transformers' collator: training, resumed; predictions"
+    ),
     "LanguageModeling": Case(
         lambda run: adapt(run, MaskingCollator(tokenizer(), mlm=False), unlabelled()), "transformers': the same"
     ),
@@ -101,6 +112,7 @@ CASES = {
         {"split_batch": "packed"}, 'split_batch="packed"',
     ),
     "TRL preferences": Case(
-        lambda run: adapt(run, DataCollatorForPreference(pad_token_id=0), pairs(), Preferring), "training, resumed"
+        lambda run: adapt(run, DataCollatorForPreference(pad_token_id=0), pairs(), Preferring), "training, resumed",
+        {"split_batch": of_pairs}, "split_batch=function that keeps pairs together",
     ),
 }

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torchgeo.datasets.utils import collate_dict_detection_samples
+from torchgeo.datamodules.utils import collate_fn_detection
 from torchgeo.trainers import MoCoTask, ObjectDetectionTask, SemanticSegmentationTask
 
 from tests.real_projects.cases import Case, Run
@@ -59,7 +59,7 @@ def detection(run: Run) -> None:
         run,
         lambda: ObjectDetectionTask("retinanet", "resnet18", num_classes=2, lr=1e-4),
         "boxes",
-        collate_dict_detection_samples,
+        collate_fn_detection,
     )
 
 
