@@ -130,7 +130,8 @@ class _Watch:
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, Any] = {
-            "start": {}, "weights": {}, "gradients": [], "steps": [], "logged": [], "outputs": [], "num_microbatches": []
+            "start": {}, "weights": {}, "gradients": [], "steps": [], "logged": [], "outputs": [],
+            "num_microbatches": [],
         }  # fmt: skip
 
     def __deepcopy__(self, memo: Any) -> _Watch:

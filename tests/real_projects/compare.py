@@ -1,10 +1,11 @@
 """How a variant ends: by its outcome beside that of plain Lightning, its error, and what this package has said.
 
 [Note: honest weights]
-Adam divides a gradient by its size: of an element whose gradient is rounding error alone (a bias before a batch norm) it
-makes a full step in a direction that means nothing. Such elements differ between any two ways to compute. So gradients
-are compared at every step, beside the largest one of their tensor and of the model, and of weights those elements whose
-gradients were always above rounding, beside the way that their tensor has gone. The rest must not go further than it.
+Adam divides a gradient by its size: an element whose gradient is rounding error alone (a bias before a batch norm) it
+moves by a full step in a direction that means nothing. Such elements differ between any two ways to compute. So
+gradients are compared at every step, beside the largest one of their tensor and of the model, and of weights those
+elements whose gradients were always above rounding, beside the way that their tensor has gone. The others may go no
+further than it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _UNCERTAIN = 1e-3
 _OF_WAY = 2e-3
 _MOST_NAMED = 3
 
-EQUAL, WHOLE, RESULTS, ANNOUNCED, REFUSED, FAILS = (
-    "equal", "equal (whole)", "results differ, announced", "training differs, announced", "refused with a way out", "FAILS"
-)  # fmt: skip
+EQUAL, WHOLE, REFUSED, FAILS = "equal", "equal (whole)", "refused with a way out", "FAILS"
+RESULTS, ANNOUNCED = "results differ, announced", "training differs, announced"
 PASSING = (EQUAL, WHOLE, RESULTS, ANNOUNCED, REFUSED)
+NOT_PLAIN = "plain Lightning does not run"
 # What is trained, of all that is compared.
 _TRAINING = ("gradient", "weight", "buffer")
 # What says that there is something else to know than a difference.
@@ -173,7 +174,7 @@ def judged(
         num_microbatches: that were wanted: with several, a step that has one is whole.
     """
     if plain is None:
-        return Verdict(FAILS, "plain Lightning does not run")
+        return Verdict(FAILS, NOT_PLAIN)
     if error is not None:
         text = first_lines(error["text"])
         if error["is_ours"] and _WAY_OUT.search(error["text"]):

@@ -1,8 +1,8 @@
 """Draws that are no draws, in all variants alike.
 
-Random numbers of a step are other ones with several micro-batches (docs/explanation/limits.md), so that steps that draw
-them cannot be compared. Projects have options for dropout; here it does nothing besides, and a normal distribution gives
-its mean. Other functions that a step draws from are named by the entry, and give a constant.
+Random numbers of a step are other ones with several micro-batches (docs/explanation/limits.md), so that steps that
+draw them cannot be compared. Projects have options for dropout; here it does nothing besides, and a normal distribution
+gives its mean. Other functions that a step draws from are named by the entry, and give a constant.
 """
 
 from __future__ import annotations

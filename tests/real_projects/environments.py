@@ -34,9 +34,7 @@ class LimitError(Exception):
     """A process has not ended in time. The message says after how long it was stopped."""
 
 
-def run_limited(
-    command: Sequence[str], seconds: float, log: Path
-) -> int:
+def run_limited(command: Sequence[str], seconds: float, log: Path) -> int:
     """Runs a command, stops it and all that it has started after so many seconds, and returns its exit status.
 
     Raises:

@@ -136,7 +136,9 @@ def main(name: str, seconds: str) -> None:
     register_missing()
     entry = importlib.import_module(f"tests.real_projects.entries.{name}")
     cases: dict[str, Case] = entry.CASES
-    print(json.dumps({key: {"what": c.what, "set": c.options_text} for key, c in cases.items()}), file=answers, flush=True)
+    print(
+        json.dumps({key: {"what": c.what, "set": c.options_text} for key, c in cases.items()}), file=answers, flush=True
+    )
     for line in sys.stdin:
         case, variant, into = json.loads(line)
         run = functools.partial(run_variant, entry, cases[case], variant, Path(into))

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from tests.real_projects.cases import VARIANTS
-from tests.real_projects.compare import FAILS, PASSING, Verdict, judged
+from tests.real_projects.compare import FAILS, NOT_PLAIN, PASSING, Verdict, judged
 from tests.real_projects.environments import (
     REQUIREMENTS,
     ROOT,
@@ -197,7 +197,7 @@ class Suite:
         folder.mkdir(parents=True)
         start = time.monotonic()
         if variant != "plain" and not self._plain(name, case).is_file():
-            return {"outcome": FAILS, "detail": "plain Lightning does not run", "seconds": 0}
+            return {"outcome": FAILS, "detail": NOT_PLAIN, "seconds": 0}
         try:
             self.runner.attempt(name, case, variant, folder)
             verdict = self._verdict(folder, variant, self._plain(name, case))

@@ -152,7 +152,10 @@ def test_one_fails_and_the_others_go_on(tmp_path: Path) -> None:
     assert [name for name in made.ran if name.startswith("second")] == ["second plain"]
     assert set(outcomes(suite, "fourth").values()) == {RUNS, EQUAL}
     rows = [*page.failing({name: suite.results(name) for name in ("first", "second", "third", "fourth")})]
-    assert rows[:2] == ["first case auto: the process has ended: Segmentation fault", "first case two: stopped after 1 s"]
+    assert rows[:2] == [
+        "first case auto: the process has ended: Segmentation fault",
+        "first case two: stopped after 1 s",
+    ]
     assert rows[-1] == "third : ERROR: No matching distribution found"
 
 
@@ -206,7 +209,12 @@ def test_a_fork_ends_in_time_and_its_exit_status_is_known(tmp_path: Path) -> Non
 
 
 def test_the_table_has_rows_for_what_fails_and_for_what_is_to_be_set() -> None:
-    ended = {"plain": {"outcome": RUNS}, "one": {"outcome": EQUAL}, "two": {"outcome": REFUSED}, "set": {"outcome": EQUAL}}
+    ended = {
+        "plain": {"outcome": RUNS},
+        "one": {"outcome": EQUAL},
+        "two": {"outcome": REFUSED},
+        "set": {"outcome": EQUAL},
+    }
     cases = {"case": {"what": "training", "set": "units=[Block]", "variants": ended}}
     results = {"first": {"versions": {"first-lib": "1.0"}, "cases": cases}, "second": {"problem": "no wheel"}}
     text = page.text_of(results)

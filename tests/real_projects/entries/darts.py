@@ -25,7 +25,9 @@ def forecast(run: Run, model_class: type, **arguments: object) -> None:
     train, val = series()[:44], series()[32:]
     model.fit(train, val_series=val)
     predicted = model.predict(4, series=train).values()
-    resumed = model_class.load_from_checkpoint("made", work_dir=str(run.folder), best=False, trusted=True, pl_trainer_kwargs=None)
+    resumed = model_class.load_from_checkpoint(
+        "made", work_dir=str(run.folder), best=False, trusted=True, pl_trainer_kwargs=None
+    )
     run.keep(predictions=predicted, loaded=resumed.predict(4, series=train).values())
 
 
@@ -38,7 +40,5 @@ CASES = {
     "Transformer": Case(
         lambda run: forecast(run, TransformerModel, d_model=16, nhead=2, dim_feedforward=16, dropout=0.0), "the same"
     ),
-    "TFT": Case(
-        lambda run: forecast(run, TFTModel, hidden_size=8, dropout=0.0, add_relative_index=True), "the same"
-    ),
+    "TFT": Case(lambda run: forecast(run, TFTModel, hidden_size=8, dropout=0.0, add_relative_index=True), "the same"),
 }

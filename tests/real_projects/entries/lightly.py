@@ -140,6 +140,9 @@ def learn(run: Run, make_module: Callable[[], Any], transform: Any) -> None:
 CASES = {
     "SimCLR": Case(lambda run: learn(run, SimCLR, SimCLRTransform(32)), "training, resumed"),
     "BYOL": Case(lambda run: learn(run, BYOL, SimCLRTransform(32)), "the same"),
-    "DINO": Case(lambda run: learn(run, DINO, DINOTransform(global_crop_size=32, local_crop_size=16, n_local_views=2)), "the same"),
+    "DINO": Case(
+        lambda run: learn(run, DINO, DINOTransform(global_crop_size=32, local_crop_size=16, n_local_views=2)),
+        "the same",
+    ),
     "MoCo": Case(lambda run: learn(run, MoCo, SimCLRTransform(32)), "the same"),
 }

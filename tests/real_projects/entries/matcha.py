@@ -20,7 +20,9 @@ def model() -> MatchaTTS:
     shared = {"n_feats": MELS, "n_channels": 16, "n_spks": 1, "spk_emb_dim": 16, "p_dropout": 0.0, "kernel_size": 3}
     layers = {"filter_channels": 32, "filter_channels_dp": 16, "n_heads": 2, "n_layers": 2, "prenet": True}
     durations = Settings(filter_channels_dp=16, kernel_size=3, p_dropout=0.0)
-    encoder = Settings(encoder_type="RoPE Encoder", encoder_params=Settings(**shared, **layers), duration_predictor_params=durations)
+    encoder = Settings(
+        encoder_type="RoPE Encoder", encoder_params=Settings(**shared, **layers), duration_predictor_params=durations
+    )
     sizes = {"attention_head_dim": 8, "n_blocks": 1, "num_mid_blocks": 1, "num_heads": 2, "act_fn": "snakebeta"}
     return MatchaTTS(
         n_vocab=SYMBOLS,
@@ -51,7 +53,13 @@ def spoken() -> list[dict[str, Any]]:
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     batch = torch.utils.data.default_collate(rows)
-    return {**batch, "spks": None, "filepaths": [f"{index}.wav" for index in range(len(rows))], "x_texts": ["made"] * len(rows), "durations": None}
+    return {
+        **batch,
+        "spks": None,
+        "filepaths": [f"{index}.wav" for index in range(len(rows))],
+        "x_texts": ["made"] * len(rows),
+        "durations": None,
+    }
 
 
 def speech(run: Run) -> None:

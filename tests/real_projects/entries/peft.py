@@ -11,8 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling as MaskingCollator
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -32,7 +37,9 @@ class Adapted(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, pad_token_id=0, use_cache=False, **sizes))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, pad_token_id=0, use_cache=False, **sizes)
+        )
         self.model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -97,22 +104,31 @@ def of_pairs(batch: Any, num_microbatches: int) -> list[Any]:
 
 CASES = {
     "Seq2Seq": Case(
-        lambda run: adapt(run, DataCollatorForSeq2Seq(tokenizer())), "transformers' collator: training, resumed; predictions"
+        lambda run: adapt(run, DataCollatorForSeq2Seq(tokenizer())),
+        "transformers' collator: training, resumed; predictions",
     ),
     "LanguageModeling": Case(
         lambda run: adapt(run, MaskingCollator(tokenizer(), mlm=False), unlabelled()), "transformers': the same"
     ),
     "Flattening": Case(
-        lambda run: adapt(run, DataCollatorWithFlattening()), "transformers': the same",
-        {"split_batch": "packed"}, 'split_batch="packed"',
+        lambda run: adapt(run, DataCollatorWithFlattening()),
+        "transformers': the same",
+        {"split_batch": "packed"},
+        'split_batch="packed"',
     ),
-    "TRL": Case(lambda run: adapt(run, DataCollatorForLanguageModeling(pad_token_id=0)), "its language modeling: the same"),
+    "TRL": Case(
+        lambda run: adapt(run, DataCollatorForLanguageModeling(pad_token_id=0)), "its language modeling: the same"
+    ),
     "TRL padding-free": Case(
-        lambda run: adapt(run, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)), "the same",
-        {"split_batch": "packed"}, 'split_batch="packed"',
+        lambda run: adapt(run, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)),
+        "the same",
+        {"split_batch": "packed"},
+        'split_batch="packed"',
     ),
     "TRL preferences": Case(
-        lambda run: adapt(run, DataCollatorForPreference(pad_token_id=0), pairs(), Preferring), "training, resumed",
-        {"split_batch": of_pairs}, "split_batch=function that keeps pairs together",
+        lambda run: adapt(run, DataCollatorForPreference(pad_token_id=0), pairs(), Preferring),
+        "training, resumed",
+        {"split_batch": of_pairs},
+        "split_batch=function that keeps pairs together",
     ),
 }

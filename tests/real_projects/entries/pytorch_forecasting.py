@@ -1,4 +1,4 @@
-"""Forecasts of several series, as in the project's tutorials: TFT with covariates, N-BEATS, DeepAR with its sampling."""
+"""Forecasts of several series, as in the project's tutorials: TFT with covariates, N-BEATS, DeepAR."""
 
 import numpy as np
 import pandas as pd

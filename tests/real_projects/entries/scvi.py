@@ -32,7 +32,9 @@ def scanvi_model(run: Run) -> None:
     data = counts()
     scvi.model.SCANVI.setup_anndata(data, "labels", unlabeled_category="label_0", batch_key="batch")
     # A last batch of one row has no statistics.
-    trained(run, scvi.model.SCANVI(data, n_hidden=32, n_latent=5, dropout_rate=0.0), datasplitter_kwargs={"drop_last": True})
+    trained(
+        run, scvi.model.SCANVI(data, n_hidden=32, n_latent=5, dropout_rate=0.0), datasplitter_kwargs={"drop_last": True}
+    )
 
 
 def totalvi_model(run: Run) -> None:
@@ -41,7 +43,12 @@ def totalvi_model(run: Run) -> None:
         data, "protein_expression", protein_names_uns_key="protein_names", batch_key="batch"
     )
     model = scvi.model.TOTALVI(
-        data, n_latent=5, n_hidden=32, dropout_rate_encoder=0.0, dropout_rate_decoder=0.0, empirical_protein_background_prior=False
+        data,
+        n_latent=5,
+        n_hidden=32,
+        dropout_rate_encoder=0.0,
+        dropout_rate_decoder=0.0,
+        empirical_protein_background_prior=False,
     )
     trained(run, model, early_stopping=False, reduce_lr_on_plateau=False)
 

@@ -38,7 +38,8 @@ def task(run: Run, make_task: Any, kind: str, collate: Any = None, predicts: boo
         seed_everything(0)
         return make_task()
 
-    trainer, trained = run.fit(make, loader)
+    # Schedules of the other tasks follow the loss of the validation.
+    trainer, trained = run.fit(make, loader, *[loader] * predicts)
     if predicts:
         run.keep(predictions=trainer.predict(trained, loader))
 
