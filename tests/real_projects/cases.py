@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,10 @@ def leaves_of(value: Any, depth: int = 0) -> Any:
     """Numbers and tensors of a nesting, as plain data; of other objects their attributes, or else nothing."""
     if isinstance(value, Tensor):
         return _sampled(value.as_subclass(Tensor))
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, str):
+        # Files are in the folder of the variant.
+        return value.replace(os.getcwd(), ".")
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Mapping):
         return {str(key): leaves_of(entry, depth) for key, entry in value.items()}
@@ -188,6 +192,6 @@ def leaves_of(value: Any, depth: int = 0) -> Any:
         return [leaves_of(entry, depth) for entry in value]
     if hasattr(value, "__array__"):
         array = value.__array__()
-        return leaves_of(torch.as_tensor(array)) if array.dtype.kind in "fiub" else list(map(str, array.reshape(-1)))
+        return leaves_of(torch.as_tensor(array)) if array.dtype.kind in "fiub" else [leaves_of(str(entry)) for entry in array.reshape(-1)]
     attributes = getattr(value, "__dict__", {}) if depth < 2 else {}
     return {name: leaves_of(entry, depth + 1) for name, entry in attributes.items() if not name.startswith("_")}

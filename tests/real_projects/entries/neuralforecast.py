@@ -31,6 +31,8 @@ def forecast(run: Run, model_class: type, **arguments: object) -> None:
     predicted = forecasts.predict()
     forecasts.save(str(run.folder / "saved"), overwrite=True)
     loaded = NeuralForecast.load(str(run.folder / "saved"))
+    # Files of the project hold no strategy, and say so: it is set again.
+    loaded.models[0].trainer_kwargs.update(run.trainer())
     values = [found.drop(columns=["unique_id", "ds"]).to_numpy() for found in (predicted, loaded.predict())]
     run.keep(predictions=values[0], loaded=values[1])
 
