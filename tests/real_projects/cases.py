@@ -192,6 +192,10 @@ def leaves_of(value: Any, depth: int = 0) -> Any:
         return [leaves_of(entry, depth) for entry in value]
     if hasattr(value, "__array__"):
         array = value.__array__()
-        return leaves_of(torch.as_tensor(array)) if array.dtype.kind in "fiub" else [leaves_of(str(entry)) for entry in array.reshape(-1)]
+        return (
+            leaves_of(torch.as_tensor(array))
+            if array.dtype.kind in "fiub"
+            else [leaves_of(str(entry)) for entry in array.reshape(-1)]
+        )
     attributes = getattr(value, "__dict__", {}) if depth < 2 else {}
     return {name: leaves_of(entry, depth + 1) for name, entry in attributes.items() if not name.startswith("_")}

@@ -95,8 +95,10 @@ def _largest(tensors: Sequence[Tensor]) -> float:
     return max((float(tensor.abs().nan_to_num().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
-def gradient_differences(expected: Sequence[Mapping[str, Tensor]], actual: Sequence[Any]) -> Iterator[str]:
-    """See [Note: honest weights]."""
+def gradient_differences(
+    expected: Sequence[Mapping[str, Tensor]], actual: Sequence[Any], before: int = 0
+) -> Iterator[str]:
+    """See [Note: honest weights]. So many steps were ``before`` the first one."""
     if len(expected) != len(actual):
         yield f"gradients of {len(actual)} optimizer steps instead of {len(expected)}"
     for step, (one, other) in enumerate(zip(expected, actual, strict=False)):
@@ -107,7 +109,7 @@ def gradient_differences(expected: Sequence[Mapping[str, Tensor]], actual: Seque
             off = _largest([other[name].double() - one[name].double()])
             largest = _largest([one[name]])
             # Gradients of later steps are those of weights that rounding has moved.
-            if not off <= max(TOLERANCE * (1 + 4 * step) * largest, floor * (1 + 4 * step)):
+            if not off <= (1 + 4 * (before + step)) * max(TOLERANCE * largest, floor):
                 yield f"gradient of {name} in step {step}: off by {off / max(largest, 1e-30):.1e} of its largest value"
 
 
@@ -148,9 +150,11 @@ def all_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> I
         yield f"{len(actual['trainings'])} Trainers instead of {len(expected['trainings'])}"
     for one, other in zip(expected["trainings"][:1], actual["trainings"][:1], strict=False):
         yield from itertools.islice(differences(one["start"], other["start"], "weight before the training"), 1)
+    num_steps = 0
     for one, other in zip(expected["trainings"], actual["trainings"], strict=False):
         yield from differences(one["steps"], other["steps"], "step")
-        yield from gradient_differences(one["gradients"], other["gradients"])
+        yield from gradient_differences(one["gradients"], other["gradients"], num_steps)
+        num_steps += len(one["gradients"])
         yield from weight_differences(one, other)
         yield from differences(one["logged"], other["logged"], "logged")
         yield from differences(one["outputs"], other["outputs"], "evaluated")

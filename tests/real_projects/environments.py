@@ -87,6 +87,9 @@ def interpreter(name: str, folder: Path, seconds: float) -> str:
         raise InstallError(f"pip was {error}") from None
     if not is_made:
         raise InstallError(last_line(log))
+    # Wheels that bring their tests along hide the folder of ours.
+    for stray in home.glob("lib/python3*/site-packages/tests"):
+        shutil.rmtree(stray)
     shutil.copyfile(requirements, stamp)
     return python
 

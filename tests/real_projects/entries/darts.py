@@ -25,9 +25,7 @@ def forecast(run: Run, model_class: type, **arguments: object) -> None:
     train, val = series()[:44], series()[32:]
     model.fit(train, val_series=val)
     predicted = model.predict(4, series=train).values()
-    resumed = model_class.load_from_checkpoint(
-        "made", work_dir=str(run.folder), best=False, trusted=True, pl_trainer_kwargs=None
-    )
+    resumed = model_class.load_from_checkpoint("made", work_dir=str(run.folder), best=False, trusted=True)
     run.keep(predictions=predicted, loaded=resumed.predict(4, series=train).values())
 
 

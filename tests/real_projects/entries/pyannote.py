@@ -3,10 +3,14 @@
 import wave
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 from lightning.pytorch import Trainer, seed_everything
+from pyannote.audio.core import io
 from pyannote.audio.models.segmentation import PyanNet
 from pyannote.audio.tasks import VoiceActivityDetection
 from pyannote.core import Annotation, Segment, Timeline
@@ -15,6 +19,20 @@ from pyannote.database.protocol import SpeakerDiarizationProtocol
 from tests.real_projects.cases import Case, Run
 
 RATE = 16000
+
+
+class Decoder:
+    """Of files, in place of the project's, which needs libraries of FFmpeg."""
+
+    def __init__(self, path: str) -> None:
+        with wave.open(path) as file:
+            sound = np.frombuffer(file.readframes(file.getnframes()), dtype=np.int16) / 32768
+        self.sound = torch.from_numpy(sound.astype(np.float32))[None]
+        self.metadata = SimpleNamespace(sample_rate=RATE, duration_seconds_from_header=len(sound) / RATE)
+
+    def get_samples_played_in_range(self, start: float, end: float) -> SimpleNamespace:
+        first = round(start * RATE)
+        return SimpleNamespace(data=self.sound[:, first : first + round((end - start) * RATE)], sample_rate=RATE)
 
 
 class Recordings(SpeakerDiarizationProtocol):
@@ -60,8 +78,9 @@ def voice(run: Run) -> None:
     lstm = {"hidden_size": 16, "num_layers": 1, "bidirectional": True, "monolithic": True, "dropout": 0.0}
     model = PyanNet(task=task, sincnet={"stride": 10}, lstm=lstm, linear={"hidden_size": 16, "num_layers": 1})
     trainer = Trainer(**run.trainer(max_epochs=2, limit_train_batches=3))
-    trainer.fit(model)
-    run.keep(validated=trainer.validate(model))
+    with mock.patch.object(io, "AudioDecoder", Decoder):
+        trainer.fit(model)
+        run.keep(validated=trainer.validate(model))
 
 
 CASES = {"VAD": Case(voice, "PyanNet: training, validation")}
