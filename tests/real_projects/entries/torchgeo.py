@@ -11,7 +11,6 @@ from torchgeo.trainers import MoCoTask, ObjectDetectionTask, SemanticSegmentatio
 
 from tests.real_projects.cases import Case, Run
 
-
 SIZE = 32
 
 
