@@ -45,7 +45,7 @@ micro-batches are equal.
 def keep(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Writes results and page; of projects without results those that were written before stay."""
     before = read()
-    # Times are not kept: they would change with every run.
+    # Without times, which change with every run.
     kept = {name: _without_seconds(found) if found else before.get(name, {}) for name, found in results.items()}
     kept = {name: found for name, found in kept.items() if found}
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
@@ -60,7 +60,7 @@ def read() -> dict[str, Any]:
 
 def _without_seconds(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_seconds(entry) for key, entry in value.items() if key != "seconds"}
+        return {key: _without_seconds(entry) for key, entry in value.items() if key not in ("seconds", "entry")}
     return value
 
 
