@@ -37,7 +37,7 @@ NOT_PLAIN = "plain Lightning does not run"
 # What is trained, of all that is compared.
 _TRAINING = ("gradient", "weight", "buffer")
 # What says that there is something else to know than a difference.
-_NO_ANNOUNCEMENT = re.compile("is not compared with plain autograd|has no effect")
+_NO_ANNOUNCEMENT = re.compile("is not compared with plain autograd|has no effect|but have no logger configured")
 _OWN_BUG = "differs from plain autograd on the host"
 _WAY_OUT = re.compile(
     r"\b(use|pass|give|set|return|write|make|call|move|choose|add|take|change|import|install|num_microbatches)\b", re.I
