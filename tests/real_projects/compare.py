@@ -5,7 +5,7 @@ Adam divides a gradient by its size: an element whose gradient is rounding error
 moves by a full step in a direction that means nothing. Such elements differ between any two ways to compute. So
 gradients are compared at every step, beside the largest one of their tensor and of the model, and of weights those
 elements whose gradients were always above rounding, beside the way that their tensor has gone. The others may go no
-further than it.
+further than any weight.
 """
 
 from __future__ import annotations
@@ -117,8 +117,11 @@ def weight_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -
     """See [Note: honest weights]."""
     gradients = expected["gradients"]
     floors = [_NOTHING * _largest([*step.values()]) for step in gradients]
+    trained = {name for step in gradients for name in step}
     if missing := sorted({*expected["weights"]} ^ {*actual["weights"]}):
         yield f"weights: only one of both has {', '.join(missing[:_MOST_NAMED])}"
+    ways = [expected["weights"][name].double() - expected["start"][name] for name in trained & {*expected["start"]}]
+    longest = _largest(ways)
     for name, one in expected["weights"].items():
         other, start, own_start = actual["weights"].get(name), expected["start"].get(name), actual["start"].get(name)
         if other is None:
@@ -132,7 +135,7 @@ def weight_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -
         is_certain = torch.ones_like(one, dtype=torch.bool)
         for gradient, floor in own:
             is_certain &= gradient.abs() > max(_UNCERTAIN * _largest([gradient]), 100 * floor)
-        allowed = torch.where(is_certain, _OF_WAY * way.max(), 2.1 * way.max()) + 1e-7 * one.abs().max()
+        allowed = torch.where(is_certain, _OF_WAY * way.max(), 2.1 * longest) + 1e-7 * one.abs().max()
         if bool((off > allowed).any()):
             worst = float((off / way.max().clamp_min(1e-30))[off > allowed].max())
             yield f"weight {name}: off by {worst:.1e} of the way that it has gone"

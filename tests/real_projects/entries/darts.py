@@ -3,6 +3,7 @@
 import numpy as np
 from darts import TimeSeries
 from darts.models import BlockRNNModel, NBEATSModel, TFTModel, TransformerModel
+from torch import nn
 
 from tests.real_projects.cases import Case, Run
 
@@ -38,5 +39,11 @@ CASES = {
     "Transformer": Case(
         lambda run: forecast(run, TransformerModel, d_model=16, nhead=2, dim_feedforward=16, dropout=0.0), "the same"
     ),
-    "TFT": Case(lambda run: forecast(run, TFTModel, hidden_size=8, dropout=0.0, add_relative_index=True), "the same"),
+    # With its own likelihood it predicts samples.
+    "TFT": Case(
+        lambda run: forecast(
+            run, TFTModel, hidden_size=8, dropout=0.0, add_relative_index=True, likelihood=None, loss_fn=nn.MSELoss()
+        ),
+        "the same",
+    ),
 }
