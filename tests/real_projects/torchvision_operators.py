@@ -6,6 +6,7 @@ Wheels of torchvision from the registry are built for CUDA: beside a torch witho
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def register_missing() -> None:
         for name in ("nms", "qnms"):
             _library[0].define(name + _SCHEMA)
         _library[0].impl("nms", nms, "CPU")
+        importlib.import_module("torchvision.extension")._has_ops = lambda: True
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
