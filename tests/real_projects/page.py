@@ -76,8 +76,8 @@ def failing(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def text_of(results: Mapping[str, Any]) -> str:
-    """The page."""
-    lines = ["| Project | Ran | `roundpipe` | 1 | 2 | 2, copies | Set |", "|---|---|---|---|---|---|---|"]
+    """The page. Its table is set without spaces: what is between bars are the words of a page."""
+    lines = ["|Project|Ran|`roundpipe`|1|2|2, copies|Set|", "|---|---|---|---|---|---|---|"]
     for name, found in results.items():
         own, version = next(iter(found.get("versions", {}).items()), (name, ""))
         label = f"{own} {version}".strip()
@@ -86,10 +86,10 @@ def text_of(results: Mapping[str, Any]) -> str:
             outcomes = [_WORDS.get(ended.get(column, {}).get("outcome", ""), "") for column in _COLUMNS]
             to_set = f"`{about['set']}`" if ended.get("set", {}).get("outcome") == EQUAL else ""
             what = f"{case}: {about['what']}" if about["what"] else case
-            lines.append(f"| {label} | {what} | {' | '.join(outcomes)} | {to_set} |")
+            lines.append(f"|{label}|{what}|{'|'.join(outcomes)}|{to_set}|")
             label = ""
         if found.get("problem"):
-            lines.append(f"| {label} | {found['problem'].replace('|', ' ')} | | | | | |")
+            lines.append(f"|{label}|{found['problem'].replace('|', ' ')}||||||")
     return _INTRODUCTION + "\n".join(lines) + "\n"
 
 
