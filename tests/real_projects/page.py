@@ -33,7 +33,7 @@ weights, logged values, predictions. `make test-projects` writes this page.
 - *whole*: equal, and a warning says that batches run as one micro-batch;
 - *results differ*: weights are equal; logged values or outputs differ, and a warning names them;
 - *differs*: it trains otherwise, and a warning says why and what to do;
-- *refused*: an error names a way out.
+- *refused*: an error names a way out; an empty cell has not run.
 
 Dropout was off, and draws of a step replaced by constants. Columns are `strategy="roundpipe"`, then
 `RoundPipeStrategy(num_microbatches=...)`, the last one with `virtual_copies=True`. With what the last column names, two
