@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-random test-pytorch-lightning test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
+.PHONY: help venv test test-copies test-simulated test-accelerator test-network test-kills test-random test-pytorch-lightning test-projects test-stress package demo lint format docs bench gpu coverage clean $(BENCHMARKS:%=bench-%) $(GPU_STAGES:%=gpu-%)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ test-stress: $(STAMP)  ## Run the tests while other processes keep all cores bus
 	@trap 'kill $$busy' EXIT; \
 	for core in $$(seq $$(getconf _NPROCESSORS_ONLN)); do (while :; do :; done) & busy="$$busy $$!"; done; \
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-projects: $(STAMP)  ## Run public projects, plain and with RoundPipe, into docs/reference/projects.md (ARGS='darts' picks)
+	$(BIN)/python -m tests.real_projects $(ARGS)
 
 package: $(STAMP)  ## Build sdist and wheel into dist/, and test what they hold and that they work when installed
 	rm -rf dist

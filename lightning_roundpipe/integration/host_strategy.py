@@ -57,7 +57,7 @@ class HostStrategy(RankStrategy):
         Raises:
             MisconfigurationException: if it is made while another one runs.
         """
-        trainer = None if self._lightning_module is None else self._lightning_module._trainer
+        trainer = getattr(self._lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.status == TrainerStatus.RUNNING:
             raise MisconfigurationException(
                 f"the {type(self).__name__} object at {id(self):#x} is in use by a Trainer that runs: give a Trainer "

@@ -13,9 +13,9 @@ micro-batch runs alone, before each call of a unit and where it gives up the loc
                                 [a] + [x1]      micro-batch 1
               [a, merge(x0, x1)]  <-- collected
 
-One item per micro-batch is one item of the batch (a loss, a tensor of predictions). Several items are merged like a
-list that a step returns: as many as a micro-batch has rows are samples. Of items that came at once (``extend``, ``+=``)
-there may also be several for each sample. Of a list that they have cleared, or from which they have taken items, what
+One item per micro-batch is one item of the batch (a loss, a tensor of predictions); what cannot be merged comes one by
+one. Several items are merged like a list that a step returns. Of items that came at once (``extend``, ``+=``) there may
+also be several for each sample. Of a list that they have cleared, or from which they have taken items, what
 all of them still have stays in front. Lists and dicts that all of them have assigned (``if batch_idx == 0:
 self.validation_step_outputs = []``) are put together in a new one, unless they are equal (constants that are made
 at their first use), or hold activations with a graph: of these the last one stays.
@@ -317,11 +317,11 @@ def _collect_list(original: list[Any], copies: list[list[Any]], merge: Merge) ->
         if column[0][0]:
             original.extend(merge(items, given_at_once=True))
         elif lengths == {1}:
-            original.append(merge([given[0] for given in items]))
-        elif len(lengths) > 1:
-            original.extend(itertools.chain.from_iterable(items))
+            merged = merge([given[0] for given in items])
+            is_apart = isinstance(merged, list) and [id(one) for one in merged] == [id(given[0]) for given in items]
+            original.extend(merged if is_apart else [merged])
         elif lengths != {0}:
-            original.extend(merge(items))
+            original.extend(itertools.chain.from_iterable(items) if len(lengths) > 1 else merge(items))
 
 
 def _still_there(original: list[Any], copies: list[list[Any]]) -> list[Any]:

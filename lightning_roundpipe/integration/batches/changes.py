@@ -26,6 +26,7 @@ was put into it.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -266,7 +267,7 @@ def _entries(value: Any) -> dict[Any, Any] | None:
 
 def _slots_of(value: Any) -> list[str]:
     names = [field.name for field in fields(value)] if is_dataclass(value) else []
-    return [name for name in names if isinstance(getattr(type(value), name, None), MemberDescriptorType)]
+    return [name for name in names if isinstance(inspect.getattr_static(type(value), name, None), MemberDescriptorType)]
 
 
 def _contents(root: Any) -> Iterator[tuple[int, tuple[Any, dict[Any, Any]]]]:
