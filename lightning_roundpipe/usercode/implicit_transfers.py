@@ -66,6 +66,8 @@ _MAX_FRAMES = 12
 # Functions that take operands on several devices by design.
 _ANYWHERE = frozenset({"to", "cpu", "cuda", "type_as", "set_", "backward"})
 _WRITES = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"})
+# These have names like functions that write, and leave values as they are.
+_WRITE_NOTHING = frozenset({"requires_grad_", "detach_", "rename_"})
 # A scalar of the host may meet a tensor anywhere, but not here.
 _JOINS = frozenset(
     {
@@ -136,7 +138,8 @@ class ImplicitTransfers(TorchFunctionMode):
         leaves: list[Any] = []
         structure = trees.flatten((args, kwargs), leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        writes = name in _WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
+        is_named_so = name.endswith("_") and not name.endswith("__") and name not in _WRITE_NOTHING
+        writes = is_named_so or name in _WRITES or "out" in kwargs
         fixed = None
         if writes or name == "__getitem__":  # an index follows its tensor
             fixed = kwargs["out"] if "out" in kwargs else next(iter((*args, *kwargs.values())), None)

@@ -191,9 +191,7 @@ class UnitTable:
         for order, (module, name) in enumerate(names.items()):
             if module in self.user_code or module in inside_blocks or not self._can_be_unit(module):
                 continue
-            parent = name.rpartition(".")[0]
-            around = type(root.get_submodule(parent)).__name__ if parent else None
-            self.units[module] = Unit(name, module, order, around=around)
+            self.units[module] = Unit(name, module, order, around=_class_around(root, name))
 
     def is_of(self, modules: list[nn.Module]) -> bool:
         """Whether the root still has the modules that it had; ``modules`` are those that it has now."""
@@ -285,6 +283,15 @@ def check_chosen(root: nn.Module, unit_classes: UnitClasses | None) -> None:
             f"units={named!r}: no module of this class in {type(root).__name__}.{hint} Classes that own parameters "
             f"there: {', '.join(sorted(name for name, owns in names.items() if owns))}."
         )
+
+
+def _class_around(root: nn.Module, name: str) -> str | None:
+    """The class of the innermost module inside ``root`` that has a forward and holds the one of this name."""
+    while name := name.rpartition(".")[0]:
+        module = root.get_submodule(name)
+        if not isinstance(module, _CONTAINERS):
+            return type(module).__name__
+    return None
 
 
 def _is_of(module: nn.Module, choice: type[nn.Module] | str) -> bool:

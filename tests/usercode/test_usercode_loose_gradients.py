@@ -376,11 +376,11 @@ REFUSED: list[type[Model]] = [NestedParameter, NestedUnit, AdjointOfUnit, Adjoin
 @pytest.mark.parametrize("copies", [False, True], ids=["alias", "copies"])
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_a_nested_backward_into_weights_is_refused(kind: type[Model], copies: bool) -> None:
-    with pytest.raises(RuntimeError, match="make the module around the function a unit"):
+    with pytest.raises(RuntimeError, match="name the class of the module around the function"):
         Steps(kind(), copies=copies).train(batches_of(0))
 
 
 def test_a_nested_backward_may_ask_for_a_parameter_that_is_not_copied() -> None:
     test_gradients_are_those_of_plain_autograd(Adjoint, copies=False)
-    with pytest.raises(RuntimeError, match="make the module around the function a unit"):
+    with pytest.raises(RuntimeError, match="name the class of the module around the function"):
         Steps(Adjoint(), copies=True).train(batches_of(0))
