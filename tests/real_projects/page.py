@@ -26,18 +26,18 @@ _WORDS = {
 _INTRODUCTION = """\
 # Real projects
 
-Public projects, unmodified, on small made-up data and two virtual devices, beside plain Lightning: losses, gradients,
-weights, logged values, predictions. `make test-projects` writes this page.
+Public projects on small made-up data and two virtual devices, beside plain Lightning: losses, gradients, weights, logged
+values, predictions. `make test-projects` writes this page.
 
-- *equal*: as plain Lightning, to rounding;
-- *whole*: equal, and a warning says that batches run as one micro-batch;
-- *results differ*: weights are equal; logged values or outputs differ, and a warning names them;
-- *differs*: it trains otherwise, and a warning says why and what to do;
+- *equal*: to rounding;
+- *whole*: equal; a warning says that batches run as one micro-batch;
+- *results differ*: weights are equal; a warning names logged values or outputs that are not;
+- *differs*: a warning says why, and what to do;
 - *refused*: an error names a way out; an empty cell has not run.
 
-Dropout was off, and draws of a step replaced by constants. Columns are `strategy="roundpipe"`, then
-`RoundPipeStrategy(num_microbatches=...)`, the last one with `virtual_copies=True`. With what the last column names, two
-micro-batches are equal.
+Dropout was off, and draws were replaced by constants. torchgeo and segmentation-models-pytorch ran in double precision,
+with an `nms` of our own. Columns are `strategy="roundpipe"`, then `RoundPipeStrategy(num_microbatches=...)`, the last one
+with `virtual_copies=True`. With the last column, two micro-batches are equal.
 
 """
 
