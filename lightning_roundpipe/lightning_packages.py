@@ -169,6 +169,7 @@ def _parallel_strategy() -> type:
         name: _of_the_trainer(name, member)
         for name, member in {**vars(strategy), **vars(plain)}.items()
         if isinstance(member, (FunctionType, property)) and all(hasattr(kind, name) for kind in kinds)
+        if name != "model_sharded_context"  # the Trainer looks whether a strategy has one of its own
     }
 
     def _configure_launcher(self: Any) -> None:

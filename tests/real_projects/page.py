@@ -26,8 +26,8 @@ _WORDS = {
 _INTRODUCTION = """\
 # Real projects
 
-Public projects on small made-up data and two virtual devices, beside plain Lightning: losses, gradients, weights, logged
-values, predictions. `make test-projects` writes this page.
+Public projects on small made-up data and two virtual devices, beside plain Lightning: losses, gradients, weights,
+logged values, predictions. `make test-projects` writes this page.
 
 - *equal*: to rounding;
 - *whole*: equal; a warning says that batches run as one micro-batch;
@@ -36,8 +36,8 @@ values, predictions. `make test-projects` writes this page.
 - *refused*: an error names a way out; an empty cell has not run.
 
 Dropout was off, and draws were replaced by constants. torchgeo and segmentation-models-pytorch ran in double precision,
-with an `nms` of our own. Columns are `strategy="roundpipe"`, then `RoundPipeStrategy(num_microbatches=...)`, the last one
-with `virtual_copies=True`. With the last column, two micro-batches are equal.
+with an `nms` of our own. Columns are `strategy="roundpipe"`, then `RoundPipeStrategy(num_microbatches=...)`, the last
+one with `virtual_copies=True`. With the last column, two micro-batches are equal.
 
 """
 
