@@ -45,6 +45,7 @@ def changed_twice(found: list[Any], first: int) -> None:
 
 LISTS: dict[str, tuple[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]], Any]] = {
     "appended": ([0], (lambda c: c.append(1.0), lambda c: c.append(3.0)), [0, 2.0]),
+    "appended, what cannot be merged": ([0], (lambda c: c.append("a"), lambda c: c.append("b")), [0, "a", "b"]),
     "extended": ([0], (lambda c: c.extend([1, 2]), lambda c: c.extend([3, 4])), [0, 1, 2, 3, 4]),
     "extended twice": (
         [],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.integration.batches import changes
 from tests.support.parity import COPIES, assert_alike, make_trainer, ready
 from tests.support.small import CLASSES, WIDTH, Small
 
@@ -30,6 +31,18 @@ class Record:
     x: Tensor
     info: dict[str, Any] = field(default_factory=dict)
     prediction: Any = None
+
+
+class Unready:
+    """A descriptor of a library, which cannot be asked for its value in the class."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            raise NameError("not yet")
+        return vars(instance)["x"]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)["x"] = value
 
 
 class Fields(NamedTuple):
@@ -186,3 +199,15 @@ def test_lists_in_a_batch_are_filled(num_microbatches: int, options: dict[str, A
     assert plain[0]["names"][0] == "A"
     assert plain[0]["columns"][2].shape == (8, CLASSES)
     assert_alike(act("roundpipe", num_microbatches=num_microbatches, **options), plain)
+
+
+def test_a_dataclass_whose_fields_are_descriptors() -> None:
+    described = dataclass(type("Described", (), {"__annotations__": {"x": Tensor}}))
+    described.x = Unready()
+    parts = [described(rows()[:4]), described(rows()[4:])]
+    noted = changes.Changes(parts, (4, 4), (0.5, 0.5))
+    for part in parts:
+        part.label = part.x + 1
+    whole = described(rows())
+    noted.bring_back(whole)
+    assert torch.equal(whole.label, rows() + 1)

@@ -55,6 +55,16 @@ def test_one_strategy_for_a_second_trainer(accelerator: str) -> None:
         trainer.test(Tested(), make_loader(), verbose=False)
 
 
+def test_a_module_that_has_forgotten_its_trainer() -> None:
+    """Libraries make their modules so that they can be pickled."""
+    strategy = RoundPipeStrategy(num_microbatches=3)
+    trainer = trainer_with(strategy)
+    weights_after(trainer)
+    del vars(trainer.lightning_module)["_trainer"]
+    expected = weights_after(trainer_with(RoundPipeStrategy(num_microbatches=3)))
+    assert_alike(weights_after(trainer_with(strategy)), expected)
+
+
 def test_precision_of_the_last_trainer_is_gone() -> None:
     strategy = RoundPipeStrategy(num_microbatches=3)
     weights_after(trainer_with(strategy, precision="bf16-mixed"))
