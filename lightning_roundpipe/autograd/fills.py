@@ -21,9 +21,10 @@ Used by the thread that holds the compute lane of the replica's device.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -156,6 +157,26 @@ class GivenFills:
             with _learning:
                 self._unit.fills_arguments = self._unit.fills_arguments | new
         return filled
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """While it is as if the run had filled none."""
+        contents = [(container, copy.copy(container)) for _, container, _ in self._found]
+        for _, container, before in self._found:
+            _set_content(container, before)
+        try:
+            yield
+        finally:
+            for container, now in contents:
+                _set_content(container, now)
+
+
+def _set_content(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
 
 
 def fill_given(arguments: Any, filled: Sequence[tuple[int, Any]]) -> None:

@@ -142,7 +142,8 @@ def run_unit(context: UnitContext, call: Call, replica: Replica, leaves: list[An
             result, drawn, was_compiled = forward(context, call, replica, args, kwargs, draws)
             filled_given = given.end()
             if call.facts is None:
-                _check_containers(call, leaves, side if filled_given else (args, kwargs, side))
+                with given.undone():
+                    _check_containers(call, leaves, (args, kwargs, side))
     except RuntimeError as error:
         if here.type != "cpu" and "same device" in str(error):
             _note_devices(error, call.unit.name)
@@ -297,8 +298,8 @@ def _check_containers(call: Call, leaves: list[Any], given: Any) -> None:
     """Raises:
     RuntimeError: if the unit put something into what it was given, but for lists and dicts: user code would not see it.
     """
-    now = trees.leaves_of(given)  # the last ones
-    if len(now) > len(leaves) or any(map(operator.is_not, now, leaves[len(leaves) - len(now) :])):
+    now = trees.leaves_of(given)
+    if len(now) != len(leaves) or any(map(operator.is_not, now, leaves)):
         raise RuntimeError(
             f"unit {call.unit.name!r} changes an object that it was given as an argument, or a container in an "
             "attribute, which cannot be followed through the pipeline: return it from its forward, use a plain list or "

@@ -100,25 +100,31 @@ class Puts(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, holder: Holder) -> Tensor:
+    def forward(self, x: Tensor, holder: Holder, *lists: list[str]) -> Tensor:
         holder["x"] = x
+        for each in lists:
+            each.append("x")
         return self.linear(x)
 
 
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.puts = Puts()
+        self.puts = nn.ModuleList([Puts()])
 
 
-def test_the_error_names_the_class_around_the_unit() -> None:
+@pytest.mark.parametrize("num_lists", [0, 1], ids=["alone", "beside a list"])
+def test_what_units_put_into_other_objects_is_refused(num_lists: int) -> None:
+    """Also where they fill a list in the same call; the error names a module around them that can be a unit."""
+
     class Refused(Small):
         def __init__(self) -> None:
             super().__init__()
             self.around = Around()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.around.puts(self.body(batch[0]), Holder()).square().mean()
+            lists: list[list[str]] = [[] for _ in range(num_lists)]
+            return self.around.puts[0](self.body(batch[0]), Holder(), *lists).square().mean()
 
     with pytest.raises(RuntimeError, match=r"units=\['Around'\]"):
         make_trainer(num_microbatches=1).fit(Refused(), make_loader())
