@@ -21,7 +21,7 @@ def hint_at_single(notices: Notices, batches: Batches, wanted: int, num_devices:
     rows = batches.batch_size
     why, remedy = "cannot be split", "split it yourself, with RoundPipeStrategy(split_batch=...)"
     if rows is not None:
-        why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more if there are more"
+        why, remedy = f"has {rows} row" + "s" * (rows > 1), f"give it a batch_size of {wanted} or more, if it can be"
     notices.warn(
         "single micro-batch",
         f"the first training batch {why}, so that it is a single micro-batch, and the {num_devices} devices work one "
