@@ -254,4 +254,4 @@ class Comparison:
 
 def _number(loss: Tensor | None) -> float | None:
     """None as well for a loss that is no scalar, which the step refuses."""
-    return float(loss) if loss is not None and loss.numel() == 1 else None
+    return float(loss.detach()) if loss is not None and loss.numel() == 1 else None
