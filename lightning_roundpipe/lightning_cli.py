@@ -18,7 +18,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning_utilities.core.imports import RequirementCache
 
 # Importing any module of the package has registered the strategy and the accelerator.
@@ -88,6 +87,8 @@ def _cli_for(args: Any) -> Any:
 
 def _class_paths(args: Any) -> Iterator[str]:
     """The classes of the model and the data, as far as they are named."""
+    import yaml
+
     if isinstance(args, Mapping):
         for key, value in args.items():
             if key in ("model", "data"):

@@ -96,7 +96,8 @@ def requirements(metadata: list[tuple[str, str]], extra: str | None) -> set[str]
     for key, value in metadata:
         line, _, marker = value.partition(";")
         if key == "Requires-Dist" and (f'"{extra}"' in marker if extra else not marker):
-            found.add(re.split(r"[\s\[<>=]", line)[0].replace("-", "_"))
+            name = re.split(r"[\s\[<>=]", line)[0].replace("-", "_")
+            found.add({"PyYAML": "yaml"}.get(name, name))
     return found
 
 

@@ -129,6 +129,6 @@ class LeavesTracesBehind(nn.Module):
 def test_what_is_left_in_attributes_is_on_the_host() -> None:
     model = LeavesTracesBehind()
     Steps(model, kept).train([torch.randn(2, 3) for _ in range(2)], merge=list)
-    assert [entry["rows"].device.type for entry in model.collected[0]] == ["cpu", "cpu"]
+    assert [entry["rows"].device.type for entry in model.collected] == ["cpu", "cpu"]
     assert [rows.device.type for rows in model.features["rows"]] == ["cpu", "cpu"]
     assert model.last[0].device.type == "cpu"
